@@ -1,0 +1,1 @@
+"""The engine: waiting sequences, batch choice, device slots, scatter."""

@@ -1,0 +1,103 @@
+"""The nouns that travel through the engine: Request, Sequence, Batch.
+
+No behaviour but bookkeeping; who writes which field is stated beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from embedsvc.models.buffers import HostBuffer, Ids, Vectors
+
+
+class Priority(IntEnum):
+    """Share classes of the queue; the value is the flow's weight in the fair queue."""
+
+    BULK = 1
+    INTERACTIVE = 8
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One API call: all its rows, one result, one future.
+
+    Attributes:
+        vectors: `(n, dim) float32`; row i is written by the device thread that ran sequence i.
+        deadline: monotonic seconds after which nobody waits for the answer.
+        arrival: monotonic seconds.
+        settled: resolved once on the event loop, when the last row is there or the first error is.
+        open_rows: rows not yet settled; written by the event loop.
+        open_tokens: tokens of those rows; written by the event loop.
+        abandoned: set once by the event loop; a stale read elsewhere costs one computed row.
+    """
+
+    vectors: Vectors
+    deadline: float
+    arrival: float
+    priority: Priority
+    settled: asyncio.Future[None]
+    open_rows: int = 0
+    open_tokens: int = 0
+    abandoned: bool = False
+    # Start and end of the time its first and last batch were on the device; device threads write.
+    first_start: float = field(default=float("inf"))
+    inference_s: float = 0.0
+    # Fair-queueing tag of its last queued row; the scheduler thread writes.
+    last_tag: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One tokenized text.
+
+    Attributes:
+        request: the call it belongs to.
+        row: its row in `request.vectors`.
+        input_ids: `(length,) int64`, special tokens included, truncated, never empty.
+        prompt_length: leading tokens that pooling leaves out.
+    """
+
+    request: Request
+    row: int
+    input_ids: Ids
+    prompt_length: int = 0
+    # Scheduler thread only: place in the queue.
+    tag: float = 0.0
+    bucket: int = 0
+    waiting: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.input_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Rows that go through the model together.
+
+    Attributes:
+        sequences: in row order.
+        length: padded length in tokens, at least the longest row.
+        predicted_s: cost predicted when it was chosen, in seconds.
+        buffer: the host buffer that holds it, from the moment it is filled.
+    """
+
+    sequences: list[Sequence]
+    length: int
+    predicted_s: float
+    buffer: HostBuffer | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return len(self.sequences)
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens without padding."""
+        return int(np.sum([s.length for s in self.sequences]))
