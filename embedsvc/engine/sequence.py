@@ -6,11 +6,11 @@ No behaviour but bookkeeping; who writes which field is stated beside it.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 
-import numpy as np
-
+from embedsvc.errors import RequestError
 from embedsvc.models.buffers import HostBuffer, Ids, Vectors
 
 
@@ -29,24 +29,29 @@ class Request:
         vectors: `(n, dim) float32`; row i is written by the device thread that ran sequence i.
         deadline: monotonic seconds after which nobody waits for the answer.
         arrival: monotonic seconds.
-        settled: resolved once on the event loop, when the last row is there or the first error is.
+        priority: share class; the weight of the request in the fair queue.
+        settled: resolved once on the event loop: None when the last row is there, else the first
+            error.
         open_rows: rows not yet settled; written by the event loop.
         open_tokens: tokens of those rows; written by the event loop.
         abandoned: set once by the event loop; a stale read elsewhere costs one computed row.
+        timer: fires at the deadline; event loop.
+        first_start: when its first row went to the device; event loop.
+        last_end: when its last row came back; event loop.
+        last_tag: fair-queueing tag of its last queued row; scheduler thread.
     """
 
     vectors: Vectors
     deadline: float
     arrival: float
     priority: Priority
-    settled: asyncio.Future[None]
+    settled: asyncio.Future[RequestError | None]
     open_rows: int = 0
     open_tokens: int = 0
     abandoned: bool = False
-    # Start and end of the time its first and last batch were on the device; device threads write.
-    first_start: float = field(default=float("inf"))
-    inference_s: float = 0.0
-    # Fair-queueing tag of its last queued row; the scheduler thread writes.
+    timer: asyncio.TimerHandle | None = None
+    first_start: float = inf
+    last_end: float = inf
     last_tag: float = 0.0
 
 
@@ -100,4 +105,4 @@ class Batch:
     @property
     def real_tokens(self) -> int:
         """Tokens without padding."""
-        return int(np.sum([s.length for s in self.sequences]))
+        return sum(s.length for s in self.sequences)

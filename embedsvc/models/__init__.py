@@ -5,9 +5,14 @@ Nothing here knows of requests, queues or HTTP.
 
 from __future__ import annotations
 
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from embedsvc.config import VersionConfig
 from embedsvc.models.buffers import HostBuffer
+
+if TYPE_CHECKING:
+    from embedsvc.models.source import ModelFolder
 
 
 class Model(Protocol):
@@ -46,3 +51,30 @@ class Model(Protocol):
 
     def close(self) -> None:
         """Free what `load` took."""
+
+
+def load_model(version: VersionConfig, folder: ModelFolder, pad_id: int, cache_dir: Path) -> Model:
+    """Return the loaded model of a version; its backend is imported only here.
+
+    Raises:
+        ModelError: the model cannot be loaded or its vectors cannot be trusted.
+    """
+    max_length = folder.max_length if version.max_length == "auto" else version.max_length
+    model: Model
+    if version.backend == "hash":
+        from embedsvc.models.hashing import HashModel
+
+        model = HashModel(max_length=max_length, pad_id=pad_id)
+    else:
+        from embedsvc.models.torch import TorchModel
+
+        model = TorchModel(
+            folder,
+            device=version.device,
+            dtype=version.dtype,
+            pooling=version.pooling,
+            max_length=max_length,
+            cache_dir=cache_dir,
+        )
+    model.load()
+    return model

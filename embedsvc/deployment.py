@@ -1,0 +1,315 @@
+"""A deployment: one version of one model with everything it needs to be served.
+
+Built on a worker thread at start; read on the event loop afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from embedsvc.config import Config, DeviceConfig, ModelConfig, Truncation, VersionConfig
+from embedsvc.engine.admission import Admission
+from embedsvc.engine.calibrate import (
+    Calibration,
+    best_division,
+    calibrate,
+    full_buffer,
+    run_once,
+)
+from embedsvc.engine.cost import CostModel
+from embedsvc.engine.device import Device
+from embedsvc.engine.engine import Engine
+from embedsvc.engine.policy import Limits, Policy, half_powers_of_two
+from embedsvc.errors import ConfigError, InvalidRequest
+from embedsvc.metrics import Metrics, VersionMetrics
+from embedsvc.models import Model, load_model
+from embedsvc.models.buffers import BufferPool, HostBuffer
+from embedsvc.models.cache import Cache
+from embedsvc.models.host import usable_cores
+from embedsvc.models.source import ModelFolder, resolve
+from embedsvc.tokenization import Tokenizer
+
+log = logging.getLogger(__name__)
+
+CALIBRATION_LIMIT_S = 4.0
+DIVISION_LIMIT_S = 2.0
+GPU_SLOTS = 2
+
+
+@dataclass(slots=True, frozen=True)
+class Deployment:
+    """One served version."""
+
+    model_name: str
+    aliases: tuple[str, ...]
+    version: str
+    source: str
+    revision: str
+    created: int
+    tokenizer: Tokenizer
+    engine: Engine
+    metrics: VersionMetrics
+    truncate: Truncation
+    prompts: dict[str, str]
+    default_prompt_name: str
+    matryoshka_dims: tuple[int, ...]
+
+    def prompt(self, name: str | None) -> str:
+        """Return the text of a prompt.
+
+        `query` and `document` are understood by every model, as no prompt where it has none.
+
+        Raises:
+            InvalidRequest: the model has no prompt of this name.
+        """
+        name = self.default_prompt_name if name is None else name
+        if name == "document" and name not in self.prompts:
+            name = "passage"
+        if name in self.prompts:
+            return self.prompts[name]
+        if name in ("", "query", "passage"):
+            return ""
+        known = ", ".join(sorted({*self.prompts, "query", "document"}))
+        raise InvalidRequest(
+            f"The model has no prompt '{name[:100]}'. Known: {known}.", param="prompt_name"
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Return what a user may want to know, in plain JSON types."""
+        engine, cost = self.engine, self.engine.policy.cost
+        limits = engine.policy.limits
+        return {
+            "id": self.model_name,
+            "aliases": list(self.aliases),
+            "version": self.version,
+            "source": self.source,
+            "revision": self.revision,
+            "state": engine.state,
+            "dim": engine.model.dim,
+            "max_length": self.tokenizer.max_length,
+            "dtype": engine.model.dtype,
+            "device": engine.model.device,
+            "slots": engine.device.slots,
+            "threads_per_slot": engine.device.threads_per_slot,
+            "buckets": engine.policy.edges,
+            "max_batch_tokens": limits.max_batch_tokens,
+            "max_batch_size": limits.max_batch_size,
+            "truncate": self.truncate,
+            "prompts": sorted(self.prompts),
+            "matryoshka_dims": list(self.matryoshka_dims),
+            "cost": {"c0": cost.c0, "c1": cost.c1, "c2": cost.c2, "c3": cost.c3},
+            "queue": {
+                "sequences": engine.admission.sequences,
+                "tokens": engine.admission.tokens,
+                "seconds": engine.queue_s,
+            },
+        }
+
+
+class Devices:
+    """The devices of one service, opened when the first model needs them."""
+
+    def __init__(self, config: Config) -> None:
+        self._configs = {device.name: device for device in config.devices}
+        self._open: dict[str, Device] = {}
+
+    def get(self, model: Model, backend: str, cache: Cache, key: dict[str, Any]) -> Device:
+        """Return the device of a loaded model, measuring its division into slots where `auto`."""
+        name = model.device
+        if name not in self._open:
+            config = self._configs.get(name, DeviceConfig(name=name))
+            slots, threads = _division(config, model, backend, cache, key)
+            self._open[name] = _open_device(name, backend, slots, threads)
+        return self._open[name]
+
+    def close(self) -> None:
+        """Stop all device threads."""
+        for device in self._open.values():
+            device.close()
+
+
+def deploy(
+    model_config: ModelConfig, where: str, config: Config, devices: Devices, metrics: Metrics
+) -> Deployment:
+    """Load, measure and warm up one model; runs on a worker thread for seconds to minutes.
+
+    Args:
+        model_config: the model; its first version is served.
+        where: path of the model in the configuration, for errors.
+        config: the whole configuration.
+        devices: shared with the other models.
+        metrics: of the service.
+
+    Raises:
+        StartError: the model cannot be served.
+    """
+    version = model_config.versions[0]
+    began = time.perf_counter()
+    folder = resolve(version.source, sha256=version.sha256, where=f"{where}.source")
+    max_length = folder.max_length if version.max_length == "auto" else version.max_length
+    tokenizer = Tokenizer(folder, max_length)
+    cache = Cache(Path(config.server.cache_dir).expanduser())
+    model = load_model(version, folder, tokenizer.pad_id, cache.directory)
+    key = _measurement_key(folder, model)
+    device = devices.get(model, version.backend, cache, key)
+    engine_metrics = metrics.version(model_config.name, version.name)
+    engine = _engine(model_config.name, version, model, device, cache, key, engine_metrics)
+    _warm_up(engine)
+    log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
+    return Deployment(
+        model_name=model_config.name,
+        aliases=tuple(model_config.aliases),
+        version=version.name,
+        source=version.source,
+        revision=folder.revision,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        engine=engine,
+        metrics=engine_metrics,
+        truncate=version.truncate,
+        prompts=folder.prompts | version.prompts,
+        default_prompt_name=version.default_prompt_name or folder.default_prompt_name,
+        matryoshka_dims=tuple(version.matryoshka_dims),
+    )
+
+
+def _measurement_key(folder: ModelFolder, model: Model) -> dict[str, Any]:
+    """What a measurement depends on: another machine, precision or release measures again."""
+    from importlib.metadata import version
+
+    return {
+        "weights": folder.weights_id,
+        "device": model.device,
+        "dtype": model.dtype,
+        "cores": usable_cores(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def _open_device(name: str, backend: str, slots: int, threads: int) -> Device:
+    if backend == "hash":
+        return Device(name, slots, threads)
+    from embedsvc.models.torch import prepare_thread
+
+    return Device(name, slots, threads, partial(prepare_thread, threads))
+
+
+def _division(
+    config: DeviceConfig, model: Model, backend: str, cache: Cache, key: dict[str, Any]
+) -> tuple[int, int]:
+    cores = usable_cores()
+    if config.slots != "auto" or config.threads_per_slot != "auto":
+        slots = cores if config.slots == "auto" else config.slots
+        if config.threads_per_slot == "auto":
+            return slots, max(1, cores // slots)
+        if config.slots == "auto":
+            slots = max(1, cores // config.threads_per_slot)
+        return slots, config.threads_per_slot
+    if model.device != "cpu":
+        return GPU_SLOTS, 1
+    if backend == "hash":
+        return cores, 1
+    stored = cache.get({"kind": "division", **key})
+    if stored is None:
+        slots, threads = best_division(
+            cores, partial(_open_device, model.device, backend), model, DIVISION_LIMIT_S
+        )
+        cache.put({"kind": "division", **key}, {"slots": slots, "threads": threads})
+        return slots, threads
+    return int(stored["slots"]), int(stored["threads"])
+
+
+def _calibration(
+    model: Model, device: Device, max_rows: int, cache: Cache, key: dict[str, Any]
+) -> Calibration:
+    key = {
+        "kind": "calibration",
+        "slots": device.slots,
+        "threads": device.threads_per_slot,
+        "max_length": model.max_length,
+        "max_rows": max_rows,
+        **key,
+    }
+    stored = cache.get(key)
+    if stored is not None:
+        return Calibration(CostModel(*stored["cost"]), int(stored["max_batch_tokens"]))
+    found = calibrate(model, device, max_rows, CALIBRATION_LIMIT_S)
+    cost = found.cost
+    cache.put(
+        key,
+        {
+            "cost": [cost.c0, cost.c1, cost.c2, cost.c3],
+            "max_batch_tokens": found.max_batch_tokens,
+        },
+    )
+    log.info("cost fitted %s max_batch_tokens=%d", cost, found.max_batch_tokens)
+    return found
+
+
+def _engine(
+    name: str,
+    version: VersionConfig,
+    model: Model,
+    device: Device,
+    cache: Cache,
+    key: dict[str, Any],
+    metrics: VersionMetrics,
+) -> Engine:
+    batching = version.batching
+    calibration = _calibration(model, device, batching.max_batch_size, cache, key)
+    budget = batching.max_batch_tokens
+    limits = Limits(
+        max_length=model.max_length,
+        max_batch_tokens=calibration.max_batch_tokens if budget == "auto" else budget,
+        max_batch_size=batching.max_batch_size,
+        max_batch_delay_s=batching.max_batch_delay_ms / 1000,
+        max_age_s=batching.max_age_s,
+    )
+    edges = _edges(batching.buckets, model.max_length)
+    capacity = max(limits.max_batch_tokens, model.max_length)
+
+    def make_buffer() -> HostBuffer:
+        return HostBuffer(capacity, limits.max_batch_size, model.dim, model.pad_id)
+
+    return Engine(
+        name,
+        model,
+        device,
+        Policy(edges, calibration.cost, limits),
+        BufferPool(make_buffer, device.slots),
+        Admission(batching.max_queue_sequences, batching.max_queue_tokens),
+        metrics,
+    )
+
+
+def _edges(buckets: list[int] | str, max_length: int) -> list[int]:
+    if isinstance(buckets, str):
+        return half_powers_of_two(max_length)
+    if buckets[-1] > max_length:
+        raise ConfigError(
+            f"batching.buckets: the last edge is {buckets[-1]}, over max_length {max_length}"
+        )
+    return sorted({*buckets, max_length})
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run each bucket's fullest batch once on every slot, so that no request pays for it."""
+    limits = engine.policy.limits
+    for edge in engine.policy.edges:
+        if edge > max(256, limits.max_batch_tokens):
+            break
+        rows = limits.rows(edge)
+        buffer_runs = [
+            engine.device.submit(
+                run_once, engine.model, full_buffer(engine.model, rows, edge), rows, edge
+            )
+            for _ in range(engine.device.slots)
+        ]
+        for run in buffer_runs:
+            run.result()

@@ -1,0 +1,357 @@
+"""The engine: one version of one model, from the first waiting row to the last settled one.
+
+Two crossings out, one back: the event loop puts requests into the inbox, the scheduler thread hands
+batches to device threads, and each finished batch comes back as one callback on the event loop.
+Every submitted request is settled exactly once, by `_finish`, which only the event loop calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from math import inf
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Literal
+
+import numpy as np
+
+from embedsvc.engine.admission import Admission
+from embedsvc.engine.device import Device
+from embedsvc.engine.policy import Policy
+from embedsvc.engine.sequence import Batch, Request, Sequence
+from embedsvc.errors import (
+    ClientGone,
+    DeadlineExceeded,
+    InferenceFailed,
+    InternalError,
+    NotReady,
+    RequestError,
+)
+from embedsvc.metrics import VersionMetrics, length_class
+from embedsvc.models import Model
+from embedsvc.models.buffers import BufferPool
+
+log = logging.getLogger(__name__)
+
+# How long the scheduler thread waits for a slot before it looks into its inbox again.
+SLOT_WAIT_S = 1.0
+
+State = Literal["starting", "ready", "stopping", "stopped", "failed"]
+# Rows of one request, a request whose rows must leave, or the order to stop.
+Message = list[Sequence] | Request | None
+
+
+class Engine:
+    """Queues, policy, buffers and device of one loaded model."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        device: Device,
+        policy: Policy,
+        buffers: BufferPool,
+        admission: Admission,
+        metrics: VersionMetrics,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.device = device
+        self.policy = policy
+        self.admission = admission
+        self.state: State = "starting"
+        self._buffers = buffers
+        self._metrics = metrics
+        self._clock = clock
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._live: dict[Request, None] = {}
+        self._pending_s = 0.0
+        self._drained = asyncio.Event()
+        self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
+        metrics.gauges_from(
+            sequences=lambda: admission.sequences,
+            tokens=lambda: admission.tokens,
+            seconds=lambda: self.queue_s,
+            oldest=self._oldest_s,
+            slots_busy=lambda: device.busy,
+        )
+
+    # --- event loop ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the scheduler thread; requests are accepted from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        self.state = "ready"
+
+    @property
+    def queue_s(self) -> float:
+        """Predicted seconds until everything submitted now is done."""
+        return self._pending_s / self.device.slots
+
+    def submit(self, request: Request, sequences: list[Sequence]) -> None:
+        """Queue all rows of an admitted request; its `settled` is resolved in every case."""
+        self._live[request] = None
+        request.open_rows = len(sequences)
+        request.open_tokens = sum(s.length for s in sequences)
+        self._pending_s += sum(self.policy.cost.row(s.length) for s in sequences)
+        left = max(0.0, request.deadline - self._clock())
+        request.timer = self._loop.call_later(left, self._expire, request)
+        if self.state != "ready":
+            self._finish(request, NotReady(f"Model {self.name} is {self.state}.", retry_after_s=1))
+            return
+        self._inbox.put(sequences)
+
+    def abandon(self, request: Request) -> None:
+        """Forget a request nobody waits for; its waiting rows never reach the device."""
+        self._finish(request, ClientGone("The client closed the connection."))
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Finish what is submitted, at most `drain_timeout_s` seconds, then stop the thread."""
+        self.state = "stopping"
+        try:
+            async with asyncio.timeout(drain_timeout_s):
+                while self._live:
+                    self._drained.clear()
+                    await self._drained.wait()
+        except TimeoutError:
+            log.warning("stopped with requests in flight model=%s n=%d", self.name, len(self._live))
+        self._fail_all(NotReady(f"Model {self.name} is stopping.", retry_after_s=1))
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+        self.state = "stopped"
+
+    def _expire(self, request: Request) -> None:
+        waited = self._clock() - request.arrival
+        self._finish(
+            request,
+            DeadlineExceeded(
+                f"The deadline passed after {waited:.2f} s with {request.open_rows} texts left. "
+                "Send fewer texts at once or allow more time."
+            ),
+        )
+
+    def _settle(
+        self,
+        batch: Batch,
+        started: float,
+        ended: float,
+        failure: RequestError | None,
+        broken: frozenset[int],
+    ) -> None:
+        """Book a batch that came back from the device.
+
+        Args:
+            batch: the rows.
+            started: when it went to the device, monotonic seconds.
+            ended: when it came back.
+            failure: answer for everyone in it, where the whole batch failed.
+            broken: positions whose vectors are not finite.
+        """
+        for position, sequence in enumerate(batch.sequences):
+            request = sequence.request
+            if request not in self._live:
+                continue
+            if failure is not None:
+                self._finish(request, failure)
+                continue
+            if position in broken:
+                self._finish(request, _not_finite(sequence.row))
+                continue
+            self._release(request, 1, sequence.length, self.policy.cost.row(sequence.length))
+            wait = self._metrics.queue[length_class(sequence.length)]
+            wait.observe(started - request.arrival)
+            request.first_start = min(request.first_start, started)
+            if request.open_rows == 0:
+                request.last_end = ended
+                self._finish(request, None)
+
+    def _release(self, request: Request, rows: int, tokens: int, seconds: float) -> None:
+        request.open_rows -= rows
+        request.open_tokens -= tokens
+        self._pending_s = max(0.0, self._pending_s - seconds)
+        self.admission.release(rows, tokens)
+
+    def _finish(self, request: Request, error: RequestError | None) -> None:
+        """Settle a request, once; later calls change nothing."""
+        if request not in self._live:
+            return
+        del self._live[request]
+        if request.timer is not None:
+            request.timer.cancel()
+        n_rows = len(request.vectors)
+        self._metrics.texts["ok" if error is None else _outcome(error)].inc(n_rows)
+        if error is not None:
+            request.abandoned = True
+            self._inbox.put(request)
+            seconds = request.open_rows * self.policy.cost.row(
+                request.open_tokens // max(1, request.open_rows)
+            )
+            self._release(request, request.open_rows, request.open_tokens, seconds)
+        if not request.settled.done():
+            request.settled.set_result(error)
+        if not self._live:
+            self._pending_s = 0.0
+            self._drained.set()
+
+    def _fail_all(self, error: RequestError) -> None:
+        for request in list(self._live):
+            self._finish(request, error)
+
+    def _die(self) -> None:
+        self.state = "failed"
+        self._fail_all(InternalError("The scheduler stopped; the server's log says why."))
+
+    def _oldest_s(self) -> float:
+        for request in self._live:
+            if request.first_start == inf:
+                return self._clock() - request.arrival
+        return 0.0
+
+    # --- scheduler thread ------------------------------------------------------------------------
+
+    def _schedule_main(self) -> None:
+        try:
+            self._schedule()
+        except Exception:  # every waiter must be answered, whatever went wrong
+            log.exception("scheduler died model=%s", self.name)
+            self._post(self._die)
+
+    def _schedule(self) -> None:
+        ask_again = inf
+        while self._read_inbox(ask_again):
+            ask_again = inf
+            while self.policy.n_waiting and ask_again == inf:
+                if not self.device.acquire(SLOT_WAIT_S):
+                    if not self._read_inbox(0.0):
+                        return
+                    continue
+                ask_again = self._dispatch()
+                if ask_again < 0:
+                    return
+
+    def _dispatch(self) -> float:
+        """Choose and launch one batch with the slot just taken.
+
+        Late arrivals join and dead rows leave right before the choice.
+
+        Returns:
+            `inf` after a batch, the time to ask again without one, or -inf to stop.
+        """
+        launched = False
+        try:
+            if not self._read_inbox(0.0):
+                return -inf
+            choice = self.policy.next(self._clock(), self.device.free + 1)
+            if not isinstance(choice, Batch):
+                return choice
+            self._launch(choice)
+            launched = True
+            return inf
+        finally:
+            if not launched:
+                self.device.release()
+
+    def _read_inbox(self, until: float) -> bool:
+        """Apply all messages, waiting for the first one until a time; False means stop.
+
+        Args:
+            until: monotonic seconds; 0 does not wait, `inf` waits without bound.
+        """
+        timeout = None if until == inf else max(0.0, until - self._clock())
+        try:
+            message = self._inbox.get(timeout=timeout) if timeout != 0 else self._inbox.get_nowait()
+            while self._apply(message):
+                message = self._inbox.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _apply(self, message: Message) -> bool:
+        if message is None:
+            return False
+        if isinstance(message, Request):
+            self.policy.discard(message)
+        elif not message[0].request.abandoned:
+            self.policy.add(message, self._clock())
+        return True
+
+    def _launch(self, batch: Batch) -> None:
+        buffer = self._buffers.take()
+        buffer.fill(
+            [s.input_ids for s in batch.sequences],
+            [s.prompt_length for s in batch.sequences],
+            batch.length,
+        )
+        batch.buffer = buffer
+        self.device.submit(self._execute, batch)
+
+    # --- device threads --------------------------------------------------------------------------
+
+    def _execute(self, batch: Batch) -> None:
+        """Run a batch, copy its rows out, give buffer and slot back, and report once."""
+        assert batch.buffer is not None
+        failure: RequestError | None = InternalError("The batch ended without a result.")
+        broken: frozenset[int] = frozenset()
+        started = self._clock()
+        try:
+            if not all(s.request.abandoned for s in batch.sequences):
+                self.model.forward(batch.buffer, batch.rows, batch.length)
+                broken = self._scatter(batch)
+            failure = None
+        except Exception as error:  # a failing batch answers everyone in it
+            log.exception("batch failed rows=%d length=%d", batch.rows, batch.length)
+            failure = InferenceFailed(
+                f"The model failed on a batch with this request ({type(error).__name__}); "
+                "the server's log says why."
+            )
+        finally:
+            ended = self._clock()
+            self._buffers.put(batch.buffer)
+            self.device.release()
+            self._observe(batch, ended - started, ok=failure is None)
+            self._post(self._settle, batch, started, ended, failure, broken)
+
+    def _scatter(self, batch: Batch) -> frozenset[int]:
+        """Copy finite rows into their requests; return the positions of the others."""
+        assert batch.buffer is not None
+        output = batch.buffer.output[: batch.rows]
+        finite = np.isfinite(output).all(axis=1)
+        for position, sequence in enumerate(batch.sequences):
+            sequence.request.vectors[sequence.row] = output[position]
+        return frozenset(np.flatnonzero(~finite).tolist())
+
+    def _observe(self, batch: Batch, seconds: float, *, ok: bool) -> None:
+        m = self._metrics
+        m.batches["ok" if ok else "failed"].inc()
+        m.busy_seconds.inc(seconds)
+        m.rows.observe(batch.rows)
+        m.inference.observe(seconds)
+        m.tokens["real"].inc(batch.real_tokens)
+        m.tokens["computed"].inc(batch.rows * batch.length)
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        """Run a call on the event loop; a loop that is closed has no waiters left."""
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            log.debug("event loop closed before a batch could be settled")
+
+
+def _not_finite(row: int) -> InferenceFailed:
+    return InferenceFailed(
+        f"The model gave a vector that is not finite for input[{row}]. "
+        "Use dtype float32, or leave this text out.",
+        param="input",
+    )
+
+
+def _outcome(error: RequestError) -> str:
+    if isinstance(error, DeadlineExceeded):
+        return "expired"
+    return "abandoned" if isinstance(error, ClientGone) else "failed"

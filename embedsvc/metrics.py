@@ -1,0 +1,158 @@
+"""Every metric: name, unit, labels, buckets.
+
+One `Metrics` per service with a registry of its own, so that two in one process share nothing.
+Labels come from the configuration or from fixed classes, never from requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from embedsvc import __version__
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Upper edges in tokens of the fixed length classes; the last class is open.
+LENGTH_CLASSES = (32, 128, 512, 2048)
+LENGTH_CLASS_NAMES = ("le_32", "le_128", "le_512", "le_2048", "gt_2048")
+LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
+)  # fmt: skip
+ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def length_class(tokens: int) -> str:
+    """Return the metric label of a text of `tokens` tokens."""
+    return LENGTH_CLASS_NAMES[bisect_left(LENGTH_CLASSES, tokens)]
+
+
+class Metrics:
+    """The metrics of one service."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        build = Gauge(
+            "embedsvc_build_info", "Always 1; the version is a label.", ["version"],
+            registry=self.registry,
+        )  # fmt: skip
+        build.labels(__version__).set(1)
+        self._requests = Counter(
+            "embedsvc_requests", "HTTP answers by status and reason.", ["status", "reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._request_seconds = Histogram(
+            "embedsvc_request_seconds", "Time from the request's headers to its last byte.",
+            buckets=LATENCY_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._loop_lag = Gauge(
+            "embedsvc_event_loop_lag_seconds", "Delay of the event loop's last timer.",
+            registry=self.registry,
+        )  # fmt: skip
+        self._ready = Gauge(
+            "embedsvc_ready", "1 while every model is loaded and alive.", registry=self.registry
+        )
+        self._by_version = _VersionFamilies(self.registry)
+
+    def request(self, status: int, reason: str, seconds: float) -> None:
+        """Count one HTTP answer."""
+        self._requests.labels(str(status), reason).inc()
+        self._request_seconds.observe(seconds)
+
+    def loop_lag(self, seconds: float) -> None:
+        """Record the event loop's lag."""
+        self._loop_lag.set(seconds)
+
+    def ready_from(self, ready: Callable[[], bool]) -> None:
+        """Read readiness from a function at every scrape."""
+        self._ready.set_function(lambda: float(ready()))
+
+    def version(self, model: str, version: str) -> VersionMetrics:
+        """Return the metrics of one version of one model."""
+        return VersionMetrics(self._by_version, model, version)
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _VersionFamilies:
+    """Metric families labelled by model and version."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        names = ["model", "version"]
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"embedsvc_{name}", text, names, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"embedsvc_{name}", text, [*names, *labels], registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(
+                f"embedsvc_{name}", text, [*names, *labels], registry=registry,
+                buckets=LATENCY_BUCKETS,
+            )  # fmt: skip
+
+        self.queue_sequences = gauge("queue_sequences", "Texts admitted and not yet settled.")
+        self.queue_tokens = gauge("queue_tokens", "Tokens admitted and not yet settled.")
+        self.queue_predicted = gauge(
+            "queue_seconds", "Predicted seconds of work admitted and not yet settled."
+        )
+        self.queue_oldest = gauge(
+            "queue_oldest_seconds", "Age of the oldest request at the head of the queue."
+        )
+        self.slots_busy = gauge("slots_busy", "Device slots that run a batch.")
+        self.busy_seconds = counter("slot_busy_seconds", "Seconds of device slots in batches.")
+        self.tokens = counter(
+            "tokens", "Tokens through the model: real, and computed with padding.", "kind"
+        )
+        self.batches = counter("batches", "Batches by outcome.", "outcome")
+        self.rows = Histogram(
+            "embedsvc_batch_rows", "Rows of a batch.", names, registry=registry,
+            buckets=ROWS_BUCKETS,
+        )  # fmt: skip
+        self.tokenize = histogram("tokenize_seconds", "Time to tokenize a request.")
+        self.queue = histogram(
+            "queue_wait_seconds", "Time from the queue to the device, by length.", "length"
+        )
+        self.inference = histogram("inference_seconds", "Time of a batch on the device.")
+        self.texts = counter("texts", "Texts by how they ended.", "outcome")
+
+
+class VersionMetrics:
+    """Bound metrics of one version; observed from the event loop and the device threads."""
+
+    def __init__(self, families: _VersionFamilies, model: str, version: str) -> None:
+        def counts(family: Counter, *kinds: str) -> dict[str, Counter]:
+            return {kind: family.labels(model, version, kind) for kind in kinds}
+
+        self._families, self._labels = families, (model, version)
+        self.tokens = counts(families.tokens, "real", "computed")
+        self.batches = counts(families.batches, "ok", "failed")
+        self.texts = counts(families.texts, "ok", "failed", "expired", "abandoned", "rejected")
+        self.busy_seconds = families.busy_seconds.labels(model, version)
+        self.rows = families.rows.labels(model, version)
+        self.tokenize = families.tokenize.labels(model, version)
+        self.inference = families.inference.labels(model, version)
+        self.queue = {
+            name: families.queue.labels(model, version, name) for name in LENGTH_CLASS_NAMES
+        }
+
+    def gauges_from(
+        self,
+        *,
+        sequences: Callable[[], float],
+        tokens: Callable[[], float],
+        seconds: Callable[[], float],
+        oldest: Callable[[], float],
+        slots_busy: Callable[[], float],
+    ) -> None:
+        """Read the queue's state from functions at every scrape."""
+        f = self._families
+        f.queue_sequences.labels(*self._labels).set_function(sequences)
+        f.queue_tokens.labels(*self._labels).set_function(tokens)
+        f.queue_predicted.labels(*self._labels).set_function(seconds)
+        f.queue_oldest.labels(*self._labels).set_function(oldest)
+        f.slots_busy.labels(*self._labels).set_function(slots_busy)

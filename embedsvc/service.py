@@ -1,0 +1,362 @@
+"""The front door: one object that HTTP, the command line and tests call.
+
+Routes a call to a model, admits it, tokenizes, submits, awaits, and finishes the vectors. Lives on
+the event loop; starts and stops the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Any, Literal
+
+import numpy as np
+
+from embedsvc import __version__
+from embedsvc.config import Config, Truncation
+from embedsvc.deployment import Deployment, Devices, deploy
+from embedsvc.engine.sequence import Priority, Request, Sequence
+from embedsvc.errors import (
+    InferenceFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    TooManyInputs,
+    TooManyTokens,
+)
+from embedsvc.metrics import Metrics
+from embedsvc.models.buffers import Vectors
+from embedsvc.models.host import usable_cores
+from embedsvc.tokenization import Encoded, Token, TokenizerPool
+
+log = logging.getLogger(__name__)
+
+# A request of more texts is bulk unless it says otherwise.
+INTERACTIVE_INPUTS = 32
+# The answer must arrive before the client gives up: a share of its time, less a fixed reserve.
+DEADLINE_SHARE, DEADLINE_RESERVE_S = 0.95, 0.05
+# A request that states no deadline gets at least this many times its own predicted time.
+OWN_TIME_FACTOR = 3.0
+# Estimate used before tokenization.
+CHARACTERS_PER_TOKEN = 4
+
+State = Literal["loading", "ready", "failed", "stopping"]
+
+
+@dataclass(slots=True)
+class EmbedCall:
+    """What a client asks for.
+
+    Attributes:
+        model: name or alias.
+        inputs: texts, or token ids of the model's own vocabulary.
+        truncate: end that long texts lose; None takes the model's setting.
+        prompt_name: prompt put before every text; None takes the model's default.
+        normalize: whether vectors get unit length.
+        dimensions: leading components to keep; None keeps all.
+        priority: share class; None decides by the number of inputs.
+        timeout_s: seconds the client waits; None takes the server's default.
+        add_special_tokens: whether the tokenizer adds its special tokens.
+    """
+
+    model: str
+    inputs: list[str] | list[list[int]]
+    truncate: Truncation | None = None
+    prompt_name: str | None = None
+    normalize: bool = True
+    dimensions: int | None = None
+    priority: Priority | None = None
+    timeout_s: float | None = None
+    add_special_tokens: bool = True
+
+
+@dataclass(slots=True)
+class Embedded:
+    """The answer to an `EmbedCall`.
+
+    Attributes:
+        vectors: `(n, dim) float32`, C-contiguous; row i belongs to input i.
+        prompt_tokens: tokens embedded, special tokens included, padding excluded.
+        n_truncated: texts that lost an end.
+        version: version that computed them.
+        tokenize_s: seconds spent tokenizing.
+        queue_s: seconds until the first row went to the device.
+        inference_s: seconds from there to the last row.
+    """
+
+    vectors: Vectors
+    prompt_tokens: int
+    n_truncated: int
+    version: str
+    tokenize_s: float
+    queue_s: float
+    inference_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class CatalogEntry:
+    """A name clients may use as `model`."""
+
+    id: str
+    created: int
+    root: str
+
+
+class Service:
+    """All served models of one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.metrics.ready_from(lambda: self.ready)
+        self._deployments: dict[str, Deployment] = {}
+        self._names: dict[str, str] = {}
+        for model in config.models:
+            self._names |= dict.fromkeys((model.name, *model.aliases), model.name)
+        self._devices = Devices(config)
+        self._tokenizers = TokenizerPool(max(1, min(4, usable_cores())))
+        self._phase: State = "loading"
+
+    # --- life cycle ------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load every model and warm it up.
+
+        Raises:
+            StartError: a model cannot be served; the message says why and what to do.
+        """
+        try:
+            for number, model in enumerate(self.config.models):
+                deployment = await asyncio.to_thread(
+                    deploy, model, f"models[{number}]", self.config, self._devices, self.metrics
+                )
+                deployment.engine.start()
+                self._deployments[model.name] = deployment
+        except BaseException:
+            self._phase = "failed"
+            raise
+        if self._phase == "loading":
+            self._phase = "ready"
+
+    async def stop(self) -> None:
+        """Refuse new calls, finish those in flight within the drain time, free everything."""
+        self._phase = "stopping"
+        drain_s = self.config.server.drain_timeout_s
+        engines = [d.engine for d in self._deployments.values()]
+        await asyncio.gather(*(engine.stop(drain_s) for engine in engines))
+        await asyncio.to_thread(self._devices.close)
+        for engine in engines:
+            engine.model.close()
+        self._tokenizers.close()
+
+    @property
+    def state(self) -> State:
+        """`loading`, `ready`, `failed` or `stopping`."""
+        dead = any(d.engine.state == "failed" for d in self._deployments.values())
+        return "failed" if dead and self._phase == "ready" else self._phase
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model answers."""
+        return self.state == "ready"
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    async def embed(self, call: EmbedCall) -> Embedded:
+        """Return the vectors of a call; cancel the caller's task when its client is gone.
+
+        Raises:
+            RequestError: the answer the client gets instead.
+        """
+        deployment = self._deployment(call.model)
+        n = len(call.inputs)
+        if not 0 < n <= self.config.server.max_inputs:
+            raise TooManyInputs(
+                f"input has {n} items; 1 to {self.config.server.max_inputs} are allowed.",
+                param="input",
+            )
+        dim = _dimensions(call.dimensions, deployment)
+        estimate = _estimate_tokens(call.inputs, deployment.tokenizer.max_length)
+        priority = call.priority or (
+            Priority.INTERACTIVE if n <= INTERACTIVE_INPUTS else Priority.BULK
+        )
+        self._reserve(deployment, n, estimate, priority)
+        try:
+            began = perf_counter()
+            encoded = await self._encode(call, deployment)
+            tokens = sum(len(e.ids) for e in encoded)
+            if tokens > self.config.server.max_request_tokens:
+                raise TooManyTokens(
+                    f"Requested {tokens} tokens, max {self.config.server.max_request_tokens} "
+                    "tokens per request. Send fewer texts at once.",
+                    param="input",
+                )
+            tokenized_s = perf_counter() - began
+            request, sequences = self._request(call, deployment, encoded, priority)
+        except BaseException:
+            deployment.engine.admission.release(n, estimate)
+            raise
+        deployment.engine.admission.adjust(tokens - estimate)
+        deployment.metrics.tokenize.observe(tokenized_s)
+        await _settled(deployment, request, sequences)
+        return Embedded(
+            vectors=_finish(request.vectors, dim, normalize=call.normalize),
+            prompt_tokens=tokens,
+            n_truncated=sum(e.truncated for e in encoded),
+            version=deployment.version,
+            tokenize_s=tokenized_s,
+            queue_s=max(0.0, request.first_start - request.arrival),
+            inference_s=request.last_end - request.first_start,
+        )
+
+    async def tokenize(
+        self,
+        model: str,
+        texts: list[str],
+        *,
+        prompt_name: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[list[Token]]:
+        """Return the tokens of each text, never truncated."""
+        deployment = self._deployment(model)
+        prompt = deployment.prompt(prompt_name)
+        tokens = deployment.tokenizer.tokens
+        return await asyncio.to_thread(
+            lambda: [
+                tokens(text, prompt=prompt, add_special_tokens=add_special_tokens) for text in texts
+            ]
+        )
+
+    def catalog(self) -> list[CatalogEntry]:
+        """Return every name clients may use, loaded or not."""
+        created = {name: d.created for name, d in self._deployments.items()}
+        return [
+            CatalogEntry(id=name, created=created.get(root, 0), root=root)
+            for name, root in self._names.items()
+        ]
+
+    def info(self) -> dict[str, Any]:
+        """Return the state of the service in plain JSON types."""
+        server = self.config.server
+        return {
+            "name": "embedsvc",
+            "version": __version__,
+            "state": self.state,
+            "limits": {
+                "max_inputs": server.max_inputs,
+                "max_request_tokens": server.max_request_tokens,
+                "max_body_bytes": server.max_body_bytes,
+            },
+            "models": [deployment.info() for deployment in self._deployments.values()],
+        }
+
+    # --- steps of embed --------------------------------------------------------------------------
+
+    def _deployment(self, name: str) -> Deployment:
+        root = self._names.get(name)
+        if root is None:
+            raise ModelNotFound(
+                f"The model '{name[:200]}' does not exist. Served: {', '.join(self._names)}.",
+                param="model",
+            )
+        deployment = self._deployments.get(root)
+        if deployment is None or self._phase in ("stopping", "failed"):
+            raise NotReady(f"Model '{root}' is {self._phase}.", retry_after_s=5)
+        return deployment
+
+    def _reserve(self, deployment: Deployment, n: int, tokens: int, priority: Priority) -> None:
+        engine = deployment.engine
+        try:
+            engine.admission.reserve(
+                n, tokens, bulk=priority is Priority.BULK, drain_s=engine.queue_s
+            )
+        except Overloaded:
+            deployment.metrics.texts["rejected"].inc(n)
+            raise
+
+    async def _encode(self, call: EmbedCall, deployment: Deployment) -> Seq[Encoded]:
+        tokenizer = deployment.tokenizer
+        truncate = call.truncate or deployment.truncate
+        if not isinstance(call.inputs[0], str):
+            return [
+                tokenizer.from_ids(ids, truncate=truncate, index=index)  # type: ignore[arg-type]  # ids, by the first
+                for index, ids in enumerate(call.inputs)
+            ]
+        return await self._tokenizers.encode(
+            tokenizer,
+            call.inputs,  # type: ignore[arg-type]  # texts, by the first
+            truncate=truncate,
+            prompt=deployment.prompt(call.prompt_name),
+            add_special_tokens=call.add_special_tokens,
+        )
+
+    def _request(
+        self, call: EmbedCall, deployment: Deployment, encoded: Seq[Encoded], priority: Priority
+    ) -> tuple[Request, list[Sequence]]:
+        now = monotonic()
+        cost = deployment.engine.policy.cost
+        if call.timeout_s is None:
+            own_s = sum(cost(1, len(e.ids)) for e in encoded)
+            timeout_s = max(self.config.server.timeout_s, OWN_TIME_FACTOR * own_s)
+        else:
+            stated_s = min(call.timeout_s, self.config.server.max_timeout_s)
+            timeout_s = DEADLINE_SHARE * stated_s - DEADLINE_RESERVE_S
+        request = Request(
+            vectors=np.empty((len(encoded), deployment.engine.model.dim), np.float32),
+            deadline=now + timeout_s,
+            arrival=now,
+            priority=priority,
+            settled=asyncio.get_running_loop().create_future(),
+        )
+        sequences = [
+            Sequence(request, row, e.ids, e.prompt_length) for row, e in enumerate(encoded)
+        ]
+        return request, sequences
+
+
+async def _settled(deployment: Deployment, request: Request, sequences: list[Sequence]) -> None:
+    """Submit and wait for the last row or the first error."""
+    deployment.engine.submit(request, sequences)
+    try:
+        error = await request.settled
+    except asyncio.CancelledError:
+        deployment.engine.abandon(request)
+        raise
+    if error is not None:
+        raise error
+
+
+def _estimate_tokens(inputs: list[str] | list[list[int]], max_length: int) -> int:
+    divisor = CHARACTERS_PER_TOKEN if isinstance(inputs[0], str) else 1
+    return sum(min(max_length, 2 + len(one) // divisor) for one in inputs)
+
+
+def _dimensions(asked: int | None, deployment: Deployment) -> int:
+    dim = deployment.engine.model.dim
+    if asked is None or asked == dim:
+        return dim
+    if asked in deployment.matryoshka_dims and asked < dim:
+        return asked
+    allowed = ", ".join(map(str, sorted({*deployment.matryoshka_dims, dim})))
+    raise InvalidRequest(
+        f"This model does not support dimensions={asked}. Allowed: {allowed}.", param="dimensions"
+    )
+
+
+def _finish(vectors: Vectors, dim: int, *, normalize: bool) -> Vectors:
+    """Cut to `dim` components and, where asked, to unit length, in float32."""
+    if dim < vectors.shape[1]:
+        vectors = np.ascontiguousarray(vectors[:, :dim])
+    if not normalize:
+        return vectors
+    norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
+    if not norms.all():
+        raise InferenceFailed(
+            f"The model gave a zero vector for input[{int(np.argmin(norms))}].", param="input"
+        )
+    vectors /= norms[:, None]
+    return vectors
