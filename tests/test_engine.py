@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import AsyncIterator, Callable
 
@@ -218,14 +219,16 @@ async def test_every_request_is_settled_exactly_once(rigs: Rigs, seed: int) -> N
     rng = random.Random(seed)
     rig = rigs(BrokenModel(), slots=2, policy=make_policy(max_batch_size=4))
     settled: dict[Request, int] = {}
+
+    def count(request: Request, _: object) -> None:
+        settled[request] = settled.get(request, 0) + 1
+
     requests = []
     for _ in range(150):
         broken = rng.choice([1, 1, 1, 1, BrokenModel.RAISE, BrokenModel.NAN])
         lengths = [rng.randint(1, 128) for _ in range(rng.randint(1, 6))]
         request = rig.send(lengths, first_id=broken, timeout_s=rng.choice([0.0, 0.002, 60]))
-        request.settled.add_done_callback(
-            lambda _, r=request: settled.__setitem__(r, settled.get(r, 0) + 1)
-        )
+        request.settled.add_done_callback(functools.partial(count, request))
         requests.append((request, lengths, broken))
         if rng.random() < 0.3:
             rig.engine.abandon(rng.choice(requests)[0])

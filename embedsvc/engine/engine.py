@@ -2,7 +2,7 @@
 
 Two crossings out, one back: the event loop puts requests into the inbox, the scheduler thread hands
 batches to device threads, and each finished batch comes back as one callback on the event loop.
-Every submitted request is settled exactly once, by `_finish`, which only the event loop calls.
+Every submitted request is settled exactly once, by the ledger.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.device import Device
+from embedsvc.engine.ledger import Ledger
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Request, Sequence
 from embedsvc.errors import (
     ClientGone,
-    DeadlineExceeded,
     InferenceFailed,
     InternalError,
     NotReady,
     RequestError,
 )
-from embedsvc.metrics import VersionMetrics, length_class
+from embedsvc.metrics import VersionMetrics
 from embedsvc.models import Model
 from embedsvc.models.buffers import BufferPool
 
@@ -68,15 +68,13 @@ class Engine:
         self._metrics = metrics
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._live: dict[Request, None] = {}
-        self._pending_s = 0.0
-        self._drained = asyncio.Event()
+        self._ledger = Ledger(admission, metrics, policy.cost, clock, self._inbox.put)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         metrics.gauges_from(
             sequences=lambda: admission.sequences,
             tokens=lambda: admission.tokens,
             seconds=lambda: self.queue_s,
-            oldest=self._oldest_s,
+            oldest=self._ledger.oldest_s,
             slots_busy=lambda: device.busy,
         )
 
@@ -91,127 +89,35 @@ class Engine:
     @property
     def queue_s(self) -> float:
         """Predicted seconds until everything submitted now is done."""
-        return self._pending_s / self.device.slots
+        return self._ledger.pending_s / self.device.slots
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""
-        self._live[request] = None
-        request.open_rows = len(sequences)
-        request.open_tokens = sum(s.length for s in sequences)
-        self._pending_s += sum(self.policy.cost.row(s.length) for s in sequences)
-        left = max(0.0, request.deadline - self._clock())
-        request.timer = self._loop.call_later(left, self._expire, request)
-        if self.state != "ready":
-            self._finish(request, NotReady(f"Model {self.name} is {self.state}.", retry_after_s=1))
-            return
-        self._inbox.put(sequences)
+        self._ledger.enter(request, sequences)
+        if self.state == "ready":
+            self._inbox.put(sequences)
+        else:
+            refusal = NotReady(f"Model {self.name} is {self.state}.", retry_after_s=1)
+            self._ledger.close(request, refusal)
 
     def abandon(self, request: Request) -> None:
         """Forget a request nobody waits for; its waiting rows never reach the device."""
-        self._finish(request, ClientGone("The client closed the connection."))
+        self._ledger.close(request, ClientGone("The client closed the connection."))
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Finish what is submitted, at most `drain_timeout_s` seconds, then stop the thread."""
         self.state = "stopping"
-        try:
-            async with asyncio.timeout(drain_timeout_s):
-                while self._live:
-                    self._drained.clear()
-                    await self._drained.wait()
-        except TimeoutError:
-            log.warning("stopped with requests in flight model=%s n=%d", self.name, len(self._live))
-        self._fail_all(NotReady(f"Model {self.name} is stopping.", retry_after_s=1))
+        if not await self._ledger.wait_empty(drain_timeout_s):
+            log.warning("drain time over model=%s open=%d", self.name, len(self._ledger))
+        self._ledger.close_all(NotReady(f"Model {self.name} is stopping.", retry_after_s=1))
         self._inbox.put(None)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
         self.state = "stopped"
 
-    def _expire(self, request: Request) -> None:
-        waited = self._clock() - request.arrival
-        self._finish(
-            request,
-            DeadlineExceeded(
-                f"The deadline passed after {waited:.2f} s with {request.open_rows} texts left. "
-                "Send fewer texts at once or allow more time."
-            ),
-        )
-
-    def _settle(
-        self,
-        batch: Batch,
-        started: float,
-        ended: float,
-        failure: RequestError | None,
-        broken: frozenset[int],
-    ) -> None:
-        """Book a batch that came back from the device.
-
-        Args:
-            batch: the rows.
-            started: when it went to the device, monotonic seconds.
-            ended: when it came back.
-            failure: answer for everyone in it, where the whole batch failed.
-            broken: positions whose vectors are not finite.
-        """
-        for position, sequence in enumerate(batch.sequences):
-            request = sequence.request
-            if request not in self._live:
-                continue
-            if failure is not None:
-                self._finish(request, failure)
-                continue
-            if position in broken:
-                self._finish(request, _not_finite(sequence.row))
-                continue
-            self._release(request, 1, sequence.length, self.policy.cost.row(sequence.length))
-            wait = self._metrics.queue[length_class(sequence.length)]
-            wait.observe(started - request.arrival)
-            request.first_start = min(request.first_start, started)
-            if request.open_rows == 0:
-                request.last_end = ended
-                self._finish(request, None)
-
-    def _release(self, request: Request, rows: int, tokens: int, seconds: float) -> None:
-        request.open_rows -= rows
-        request.open_tokens -= tokens
-        self._pending_s = max(0.0, self._pending_s - seconds)
-        self.admission.release(rows, tokens)
-
-    def _finish(self, request: Request, error: RequestError | None) -> None:
-        """Settle a request, once; later calls change nothing."""
-        if request not in self._live:
-            return
-        del self._live[request]
-        if request.timer is not None:
-            request.timer.cancel()
-        n_rows = len(request.vectors)
-        self._metrics.texts["ok" if error is None else _outcome(error)].inc(n_rows)
-        if error is not None:
-            request.abandoned = True
-            self._inbox.put(request)
-            seconds = request.open_rows * self.policy.cost.row(
-                request.open_tokens // max(1, request.open_rows)
-            )
-            self._release(request, request.open_rows, request.open_tokens, seconds)
-        if not request.settled.done():
-            request.settled.set_result(error)
-        if not self._live:
-            self._pending_s = 0.0
-            self._drained.set()
-
-    def _fail_all(self, error: RequestError) -> None:
-        for request in list(self._live):
-            self._finish(request, error)
-
     def _die(self) -> None:
         self.state = "failed"
-        self._fail_all(InternalError("The scheduler stopped; the server's log says why."))
-
-    def _oldest_s(self) -> float:
-        for request in self._live:
-            if request.first_start == inf:
-                return self._clock() - request.arrival
-        return 0.0
+        self._ledger.close_all(InternalError("The scheduler stopped; the server's log says why."))
 
     # --- scheduler thread ------------------------------------------------------------------------
 
@@ -315,7 +221,7 @@ class Engine:
             self._buffers.put(batch.buffer)
             self.device.release()
             self._observe(batch, ended - started, ok=failure is None)
-            self._post(self._settle, batch, started, ended, failure, broken)
+            self._post(self._ledger.settle, batch, started, ended, failure, broken)
 
     def _scatter(self, batch: Batch) -> frozenset[int]:
         """Copy finite rows into their requests; return the positions of the others."""
@@ -341,17 +247,3 @@ class Engine:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
             log.debug("event loop closed before a batch could be settled")
-
-
-def _not_finite(row: int) -> InferenceFailed:
-    return InferenceFailed(
-        f"The model gave a vector that is not finite for input[{row}]. "
-        "Use dtype float32, or leave this text out.",
-        param="input",
-    )
-
-
-def _outcome(error: RequestError) -> str:
-    if isinstance(error, DeadlineExceeded):
-        return "expired"
-    return "abandoned" if isinstance(error, ClientGone) else "failed"

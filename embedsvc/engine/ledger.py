@@ -1,0 +1,174 @@
+"""The ledger: every submitted request until it is settled, exactly once.
+
+Lives on the event loop alone. Holds the counters, deadlines and futures of requests; knows nothing
+of threads, of how batches are made, or of devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+from embedsvc.engine.admission import Admission
+from embedsvc.engine.cost import CostModel
+from embedsvc.engine.sequence import Batch, Request, Sequence
+from embedsvc.errors import ClientGone, DeadlineExceeded, InferenceFailed, RequestError
+from embedsvc.metrics import VersionMetrics, length_class
+
+
+class Ledger:
+    """Open requests of one engine.
+
+    Args:
+        admission: where settled rows give their room back.
+        metrics: counts how texts end.
+        cost: prices open rows.
+        clock: monotonic seconds.
+        on_dropped: told each request that ended with an error, so that its rows leave the queue.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        metrics: VersionMetrics,
+        cost: CostModel,
+        clock: Callable[[], float],
+        on_dropped: Callable[[Request], None],
+    ) -> None:
+        self.admission = admission
+        self.pending_s = 0.0
+        self._metrics = metrics
+        self._cost = cost
+        self._clock = clock
+        self._on_dropped = on_dropped
+        self._open: dict[Request, None] = {}
+        self._emptied = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return the number of open requests."""
+        return len(self._open)
+
+    def enter(self, request: Request, sequences: list[Sequence]) -> None:
+        """Take in a request whose room is reserved; its `settled` is resolved in every case."""
+        self._open[request] = None
+        request.open_rows = len(sequences)
+        request.open_tokens = sum(s.length for s in sequences)
+        self.pending_s += sum(self._cost.row(s.length) for s in sequences)
+        left = max(0.0, request.deadline - self._clock())
+        request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
+
+    def settle(
+        self,
+        batch: Batch,
+        started: float,
+        ended: float,
+        failure: RequestError | None,
+        broken: frozenset[int],
+    ) -> None:
+        """Book a batch that came back from the device.
+
+        Args:
+            batch: the rows.
+            started: when it went to the device, monotonic seconds.
+            ended: when it came back.
+            failure: answer for everyone in it, where the whole batch failed.
+            broken: positions whose vectors are not finite.
+        """
+        for position, sequence in enumerate(batch.sequences):
+            request = sequence.request
+            if request not in self._open:
+                continue
+            if failure is not None:
+                self.close(request, failure)
+            elif position in broken:
+                self.close(request, _not_finite(sequence.row))
+            else:
+                self._book(request, sequence, started, ended)
+
+    def close(self, request: Request, error: RequestError | None) -> None:
+        """Settle a request, once; later calls change nothing."""
+        if request not in self._open:
+            return
+        del self._open[request]
+        if request.timer is not None:
+            request.timer.cancel()
+        self._metrics.texts[_outcome(error)].inc(len(request.vectors))
+        if error is not None:
+            request.abandoned = True
+            self._on_dropped(request)
+            mean_length = request.open_tokens // max(1, request.open_rows)
+            seconds = request.open_rows * self._cost.row(mean_length)
+            self._release(request, request.open_rows, request.open_tokens, seconds)
+        if not request.settled.done():
+            request.settled.set_result(error)
+        if not self._open:
+            self.pending_s = 0.0
+            self._emptied.set()
+
+    def close_all(self, error: RequestError) -> None:
+        """Settle everyone with the same error."""
+        for request in list(self._open):
+            self.close(request, error)
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until nothing is open; return whether that came within `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._open:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def oldest_s(self) -> float:
+        """Return the age of the oldest request of which no row has been on the device."""
+        for request in self._open:
+            if request.first_start == inf:
+                return self._clock() - request.arrival
+        return 0.0
+
+    def _book(self, request: Request, sequence: Sequence, started: float, ended: float) -> None:
+        self._release(request, 1, sequence.length, self._cost.row(sequence.length))
+        wait = self._metrics.queue[length_class(sequence.length)]
+        wait.observe(started - request.arrival)
+        request.first_start = min(request.first_start, started)
+        if request.open_rows == 0:
+            request.last_end = ended
+            self.close(request, None)
+
+    def _release(self, request: Request, rows: int, tokens: int, seconds: float) -> None:
+        request.open_rows -= rows
+        request.open_tokens -= tokens
+        self.pending_s = max(0.0, self.pending_s - seconds)
+        self.admission.release(rows, tokens)
+
+    def _expire(self, request: Request) -> None:
+        waited = self._clock() - request.arrival
+        self.close(
+            request,
+            DeadlineExceeded(
+                f"The deadline passed after {waited:.2f} s with {request.open_rows} texts left. "
+                "Send fewer texts at once or allow more time."
+            ),
+        )
+
+
+def _not_finite(row: int) -> InferenceFailed:
+    return InferenceFailed(
+        f"The model gave a vector that is not finite for input[{row}]. "
+        "Use dtype float32, or leave this text out.",
+        param="input",
+    )
+
+
+def _outcome(error: RequestError | None) -> str:
+    match error:
+        case None:
+            return "ok"
+        case DeadlineExceeded():
+            return "expired"
+        case ClientGone():
+            return "abandoned"
+    return "failed"
