@@ -16,6 +16,7 @@ from embedsvc.config import Config, DeviceConfig, ModelConfig, Truncation, Versi
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.calibrate import (
     Calibration,
+    batch_rate,
     best_division,
     calibrate,
     full_buffer,
@@ -217,9 +218,15 @@ def _division(
         return cores, 1
     stored = cache.get({"kind": "division", **key})
     if stored is None:
-        slots, threads = best_division(
-            cores, partial(_open_device, model.device, backend), model, DIVISION_LIMIT_S
-        )
+
+        def measure(slots: int, threads: int, seconds: float) -> float:
+            device = _open_device(model.device, backend, slots, threads)
+            try:
+                return batch_rate(model, device, seconds)
+            finally:
+                device.close()
+
+        slots, threads = best_division(cores, measure, DIVISION_LIMIT_S)
         cache.put({"kind": "division", **key}, {"slots": slots, "threads": threads})
         return slots, threads
     return int(stored["slots"]), int(stored["threads"])

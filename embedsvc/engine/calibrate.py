@@ -7,9 +7,9 @@ loaded server runs. Knows the model only through `forward`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import numpy as np
@@ -28,6 +28,10 @@ LENGTHS = (16, 64, 128)
 SMALLEST_BUDGET, LARGEST_BUDGET = 128, 65_536
 # Another division into slots and threads must be this much faster, in two rounds.
 BETTER_DIVISION = 1.10
+# Twice the budget must be this much faster, or larger ones are not tried.
+GROWTH = 1.02
+# Batches slower than this are measured once, the first call included.
+SLOW_BATCH_S = 1.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,32 +47,37 @@ class Calibration:
     max_batch_tokens: int
 
 
-def calibrate(model: Model, device: Device, max_rows: int, time_limit_s: float) -> Calibration:
+def calibrate(
+    model: Model,
+    device: Device,
+    max_rows: int,
+    time_limit_s: float,
+    clock: Callable[[], float] = perf_counter,
+) -> Calibration:
     """Measure batches of growing size until the rate stops growing or the time is up.
 
     Args:
         model: loaded.
         device: idle.
         max_rows: row limit of a batch.
-        time_limit_s: no new shape is started after it.
+        time_limit_s: no new budget is started after it.
+        clock: seconds.
     """
-    began = perf_counter()
+    began = clock()
     lengths = sorted({min(length, model.max_length) for length in LENGTHS})
-    observations = [_observe(model, device, 1, length) for length in lengths]
-    best_rate, budget, rate_by_budget = 0.0, SMALLEST_BUDGET, {}
-    while budget <= LARGEST_BUDGET and perf_counter() - began < time_limit_s:
-        rates = []
-        for length in lengths:
-            rows = min(budget // length, max_rows)
-            seen = _observe(model, device, rows, length)
-            observations.append(seen)
-            rates.append(rows * length / seen.seconds)
-        rate_by_budget[budget] = rate = float(np.mean(rates))
-        if rate < 1.02 * best_rate:
+    observations = [_observe(model, device, 1, length, clock) for length in lengths]
+    rate_by_budget: dict[int, float] = {}
+    best, budget = 0.0, SMALLEST_BUDGET
+    while budget <= LARGEST_BUDGET and clock() - began < time_limit_s:
+        shapes = [(min(budget // length, max_rows), length) for length in lengths]
+        seen = [_observe(model, device, rows, length, clock) for rows, length in shapes]
+        observations += seen
+        rate = fmean(o.rows * o.length / o.seconds for o in seen)
+        rate_by_budget[budget] = rate
+        if rate < GROWTH * best:
             break
-        best_rate, budget = max(best_rate, rate), budget * 2
-    smallest = _smallest_good(rate_by_budget)
-    return Calibration(fit(observations), smallest)
+        best, budget = max(best, rate), budget * 2
+    return Calibration(fit(observations), _smallest_good(rate_by_budget))
 
 
 def _smallest_good(rate_by_budget: dict[int, float]) -> int:
@@ -85,79 +94,80 @@ def full_buffer(model: Model, rows: int, length: int) -> HostBuffer:
     return buffer
 
 
-def run_once(model: Model, buffer: HostBuffer, rows: int, length: int) -> float:
+def run_once(
+    model: Model,
+    buffer: HostBuffer,
+    rows: int,
+    length: int,
+    clock: Callable[[], float] = perf_counter,
+) -> float:
     """Run a batch on this thread and return its seconds."""
-    began = perf_counter()
+    began = clock()
     model.forward(buffer, rows, length)
-    return perf_counter() - began
+    return clock() - began
 
 
-def _observe(model: Model, device: Device, rows: int, length: int) -> Observation:
+def _observe(
+    model: Model, device: Device, rows: int, length: int, clock: Callable[[], float]
+) -> Observation:
     """Time one shape on all slots at once; the first call of a shape is not counted."""
     buffers = [full_buffer(model, rows, length) for _ in range(device.slots)]
     seconds: list[float] = []
     for attempt in range(4):
-        runs = [device.submit(run_once, model, buffer, rows, length) for buffer in buffers]
+        runs = [device.submit(run_once, model, b, rows, length, clock) for b in buffers]
         took = [run.result() for run in runs]
-        if attempt:
+        slow = fmean(took) > SLOW_BATCH_S
+        if attempt or slow:
             seconds += took
-        if sum(took) > len(took):  # slow models are measured once
-            seconds += took
+        if slow:
             break
     return Observation(rows, length, max(median(seconds), 1e-7))
 
 
-def divide(cores: int) -> Iterator[tuple[int, int]]:
-    """Yield (slots, threads per slot) worth trying, the default (one core a slot) first."""
-    slots = cores
-    while slots >= 1:
-        yield slots, cores // slots
-        slots //= 2
+def divisions(cores: int) -> list[tuple[int, int]]:
+    """Return the (slots, threads per slot) worth trying, the default (one core a slot) first."""
+    return [(cores >> k, 1 << k) for k in range(cores.bit_length())]
 
 
 def best_division(
-    cores: int, open_device: Callable[[int, int], Device], model: Model, time_limit_s: float
+    cores: int, measure: Callable[[int, int, float], float], time_limit_s: float
 ) -> tuple[int, int]:
-    """Return the fastest (slots, threads per slot) by two short rounds of real batches.
+    """Return the fastest (slots, threads per slot) in two short rounds.
 
     The default stays unless another is a tenth faster in both rounds.
+
+    Args:
+        cores: usable cores.
+        measure: returns tokens per second of (slots, threads per slot) within some seconds.
+        time_limit_s: seconds for all measurements together.
     """
-    candidates = list(divide(cores))
-    default, share_s = candidates[0], time_limit_s / (2 * len(candidates))
-    wins: dict[tuple[int, int], int] = dict.fromkeys(candidates, 0)
-    rates: dict[tuple[int, int], float] = {}
-    for _ in range(2):
-        for candidate in candidates:
-            device = open_device(*candidate)
-            rates[candidate] = _rate(model, device, share_s)
-            device.close()
-        for candidate in candidates[1:]:
-            wins[candidate] += rates[candidate] > BETTER_DIVISION * rates[default]
-    won = [candidate for candidate in candidates if wins[candidate] == 2]
-    chosen = max(won, key=lambda c: rates[c], default=default)
-    log.info(
-        "device divided slots=%d threads_per_slot=%d rates=%s",
-        *chosen,
-        {f"{s}x{t}": round(rate) for (s, t), rate in rates.items()},
-    )
+    candidates = divisions(cores)
+    share_s = time_limit_s / (2 * len(candidates))
+    rounds = [{c: measure(*c, share_s) for c in candidates} for _ in range(2)]
+    default = candidates[0]
+    better = [c for c in candidates if all(r[c] > BETTER_DIVISION * r[default] for r in rounds)]
+    chosen = max(better, key=lambda c: sum(r[c] for r in rounds), default=default)
+    rates = {f"{s}x{t}": round(fmean(r[s, t] for r in rounds)) for s, t in candidates}
+    log.info("device divided slots=%d threads_per_slot=%d tokens_per_s=%s", *chosen, rates)
     return chosen
 
 
-def _rate(model: Model, device: Device, seconds: float) -> float:
-    """Return tokens per second over batches of a mid-sized shape."""
+def batch_rate(model: Model, device: Device, seconds: float) -> float:
+    """Return tokens per second over batches of a mid-sized shape on all slots."""
     length = min(64, model.max_length)
     rows = max(1, 512 // length)
+    buffers = [full_buffer(model, rows, length) for _ in range(device.slots)]
+    for run in [device.submit(run_once, model, b, rows, length) for b in buffers]:
+        run.result()
 
-    def run(until: float) -> int:
-        buffer = full_buffer(model, rows, length)
-        run_once(model, buffer, rows, length)
+    def repeat(buffer: HostBuffer) -> int:
         n = 0
-        while n == 0 or perf_counter() < until:
+        while n == 0 or perf_counter() - began < seconds:
             run_once(model, buffer, rows, length)
             n += 1
         return n
 
     began = perf_counter()
-    runs = [device.submit(run, began + seconds) for _ in range(device.slots)]
-    batches = sum(r.result() for r in runs)
+    runs = [device.submit(repeat, buffer) for buffer in buffers]
+    batches = sum(run.result() for run in runs)
     return batches * rows * length / (perf_counter() - began)
