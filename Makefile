@@ -1,0 +1,41 @@
+# make serve and make test do all set-up themselves.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where pip finds torch besides the package index, e.g. https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup serve test lint format reference quality
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+serve: $(STAMP)
+	$(BIN)/embedsvc serve
+
+test: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+reference: $(STAMP)
+	$(BIN)/python -m embedsvc.reference > docs/reference.md
+
+# SciFact nDCG@10 through HTTP; needs the data of loadtest/workload.py.
+quality: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m loadtest.quality

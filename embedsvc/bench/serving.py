@@ -1,0 +1,83 @@
+"""A server as a child process on a free port, for as long as a measurement needs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from embedsvc.errors import EmbedsvcError
+
+STOP_S = 40.0
+_READY = re.compile(r"ready on http://([^\s:]+):(\d+)")
+
+
+class ServerError(EmbedsvcError):
+    """The server ended before it was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers.
+
+    Attributes:
+        host: where it listens.
+        port: where it listens.
+        pid: its process id.
+        ready_s: seconds from start to ready.
+        banner: what it printed so far.
+    """
+
+    host: str
+    port: int
+    pid: int
+    ready_s: float
+    banner: str
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        return self.host, self.port
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[Server]:
+    """Run `embedsvc serve` with these arguments on a free port; stop it at the end.
+
+    Raises:
+        ServerError: it ended before it was ready; its own message is on stderr.
+    """
+    with running([sys.executable, "-m", "embedsvc.cli", "serve", "--port", "0", *arguments]) as it:
+        yield it
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[Server]:
+    """Run a command that prints `ready on http://HOST:PORT`; stop it at the end.
+
+    Raises:
+        ServerError: it ended before it printed that.
+    """
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            banner = ""
+            for line in process.stdout:
+                banner += line
+                if found := _READY.search(line):
+                    break
+            else:
+                raise ServerError(f"{' '.join(command)}: ended with status {process.wait()}")
+            ready_s = time.perf_counter() - started
+            yield Server(found[1], int(found[2]), process.pid, ready_s, banner)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

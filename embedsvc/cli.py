@@ -1,0 +1,228 @@
+"""The command line: the only module that prints and sets up logging.
+
+Commands import what they need when they run, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from embedsvc import __version__
+from embedsvc.errors import EmbedsvcError
+
+if TYPE_CHECKING:
+    from embedsvc.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def option(flag: str, *names: str, **attributes: Any) -> Callable[[F], F]:
+    """Declare a flag that also reads the environment variable EMBEDSVC_<FLAG>."""
+    variable = "EMBEDSVC_" + flag.removeprefix("--").replace("-", "_").upper()
+    return click.option(flag, *names, envvar=variable, **attributes)
+
+
+def model_options(command: F) -> F:
+    """Add the flags that change which model is loaded and how."""
+    for declare in reversed(
+        [
+            option("--model", metavar="SOURCE", help="Serve this instead of the file's models: "
+                   "a Hub id (optionally @REVISION), a folder, or package:NAME."),
+            option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
+            option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                   help="Precision of the matrix products."),
+            option("--backend", type=click.Choice(["auto", "torch", "hash"]),
+                   help="hash needs no weights: for tests and demos."),
+        ]
+    ):  # fmt: skip
+        command = declare(command)
+    return command
+
+
+def config_argument(*, required: bool = False) -> Callable[[F], F]:
+    """Add the configuration file; where it may be left out, EMBEDSVC_CONFIG can name it."""
+    variable = None if required else "EMBEDSVC_CONFIG"
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.argument(
+        "config",
+        metavar="CONFIG.toml" if required else "[CONFIG.toml]",
+        type=kind,
+        required=required,
+        envvar=variable,
+    )
+
+
+log_level = option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="Least severity of the log on stderr.",
+)
+
+
+@click.group(context_settings={"max_content_width": 100})
+@click.version_option(__version__, prog_name="embedsvc")
+def main() -> None:
+    """Serve text embeddings over OpenAI's API, batched by sequence length."""
+
+
+@main.command()
+@config_argument()
+@model_options
+@option("--host", help="Address to listen on.")
+@option("--port", type=click.IntRange(0, 65535), help="Port; 0 takes a free one.")
+@log_level
+def serve(config: Path | None, log_level: str, **flags: Any) -> None:
+    """Serve until SIGTERM; without a file and flags, all-MiniLM-L6-v2 on 127.0.0.1:8000."""
+    set_up_logging(log_level)
+    with mistakes_in_one_line():
+        effective = load_config(config, flags)
+        from embedsvc.http import server
+        from embedsvc.service import Service
+
+        service = Service(effective)
+        server.serve(service, on_ready=lambda url: print_ready(url, service.info()))
+
+
+@main.command()
+@config_argument(required=True)
+@model_options
+@option("--config-only", is_flag=True, help="Do not load the model.")
+@log_level
+def check(config: Path, config_only: bool, log_level: str, **flags: Any) -> None:
+    """Print the effective configuration, then load the model and verify its vectors.
+
+    A mistake in the file is printed with the path of its field; the exit status is 1.
+    """
+    set_up_logging(log_level)
+    with mistakes_in_one_line():
+        effective = load_config(config, flags)
+        from embedsvc.toml import dumps
+
+        click.echo(dumps(effective), nl=False)
+        if config_only:
+            return
+        from embedsvc.deployment import verify
+
+        for line in verify(effective):
+            click.echo(f"# {line}")
+
+
+@main.group()
+def bench() -> None:
+    """Measure this machine."""
+
+
+@bench.command()
+@config_argument()
+@model_options
+@option(
+    "--texts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help='JSONL file of {"text": …} rows; without it, 2,000 built-in texts.',
+)
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@log_level
+def offline(
+    config: Path | None, texts: Path | None, as_json: bool, log_level: str, **flags: Any
+) -> None:
+    """Measure the limit: the model on length-sorted batches, without HTTP and queue."""
+    set_up_logging(log_level)
+    with mistakes_in_one_line():
+        effective = load_config(config, flags)
+        from embedsvc.bench.texts import builtin_texts, read_texts
+
+        rows = read_texts(texts) if texts else builtin_texts(2_000)
+        from embedsvc.bench.offline import run_offline
+
+        print_result(run_offline(effective, rows), as_json)
+
+
+@bench.command()
+@option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Turns of each.")
+@option("--seconds", type=click.FloatRange(1), default=5.0, show_default=True, help="Of one turn.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pipeline(rounds: int, seconds: float, as_json: bool) -> None:
+    """Measure everything but the model: weightless vectors beside a bare Litestar handler.
+
+    Driven by wrk where it is installed, else by a client of our own, which is slower.
+    """
+    set_up_logging("warning")
+    with mistakes_in_one_line():
+        from embedsvc.bench.pipeline import run_pipeline
+
+        result = run_pipeline(rounds, seconds)
+        if result.client != "wrk":
+            click.echo("wrk is not installed: driven by our own client", err=True)
+        print_result(result, as_json)
+
+
+def load_config(path: Path | None, flags: dict[str, Any]) -> Config:
+    """Return the effective configuration of a file and the flags that were given."""
+    from embedsvc.configfile import Overrides, load
+
+    return load(path, Overrides(**flags))
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr; libraries only from warnings up."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LOG_FORMAT)
+    logging.getLogger("embedsvc").setLevel(level.upper())
+
+
+@contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn an error of ours into one line on stderr and exit status 1."""
+    try:
+        yield
+    except EmbedsvcError as error:
+        click.echo(f"embedsvc: {error}", err=True)
+        sys.exit(1)
+
+
+def print_ready(url: str, info: dict[str, Any]) -> None:
+    """Print what is served, and a command to try it with."""
+    lines = [f"embedsvc {info['version']} ready on {url}"]
+    for model in info["models"]:
+        names = ", ".join([model["id"], *model["aliases"]])
+        lines += [
+            f"  model    {names} ({model['source']}), {model['dim']} dimensions, "
+            f"up to {model['max_length']} tokens",
+            f"  device   {model['device']}, {model['dtype']}, slots {model['slots']}, "
+            f"threads per slot {model['threads_per_slot']}, "
+            f"max_batch_tokens {model['max_batch_tokens']}",
+            f"  buckets  {' '.join(map(str, model['buckets']))}",
+        ]
+    body = json.dumps({"model": info["models"][0]["id"], "input": "Hello, world"})
+    reachable = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    lines += [
+        f"  try      curl {reachable}/v1/embeddings -H 'content-type: application/json' -d '{body}'"
+    ]
+    click.echo("\n".join(lines))
+
+
+def print_result(result: Any, as_json: bool) -> None:
+    """Print a struct as JSON or as lines of name and value."""
+    import msgspec
+
+    values = msgspec.to_builtins(result)
+    if as_json:
+        click.echo(json.dumps(values))
+        return
+    for name, value in values.items():
+        click.echo(f"{name:18} {value}")
+
+
+if __name__ == "__main__":
+    main()

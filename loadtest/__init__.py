@@ -1,0 +1,1 @@
+"""Measurements against a running server; run from the repository's root, nothing is installed."""
