@@ -209,7 +209,7 @@ def print_ready(url: str, info: dict[str, Any]) -> None:
     lines += [
         f"  try      curl {reachable}/v1/embeddings -H 'content-type: application/json' -d '{body}'"
     ]
-    click.echo("\n".join(lines))
+    click.echo("\n".join(lines) + "\n")
 
 
 def print_result(result: Any, as_json: bool) -> None:

@@ -62,7 +62,7 @@ def ndcg(scores: Vectors, relevant: list[dict[int, int]]) -> float:
     for columns, gains in zip(ranked, relevant, strict=True):
         found = np.array([gains.get(int(column), 0) for column in columns])
         best = np.sort(list(gains.values()))[::-1][:TOP]
-        values.append((found @ discounts) / (best @ discounts[: len(best)]))
+        values.append((found @ discounts[: len(found)]) / (best @ discounts[: len(best)]))
     return float(np.mean(values))
 
 

@@ -50,7 +50,7 @@ class _Announcing(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        sys.stdout.write(f"ready on http://{host}:{port}\n")
+        sys.stdout.write(f"ready on http://{host}:{port}\n\n")
         sys.stdout.flush()
 
 

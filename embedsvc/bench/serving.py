@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 from embedsvc.errors import EmbedsvcError
 
@@ -56,22 +58,25 @@ def served(*arguments: str) -> Iterator[Server]:
 
 
 @contextmanager
-def running(command: list[str]) -> Iterator[Server]:
-    """Run a command that prints `ready on http://HOST:PORT`; stop it at the end.
+def running(command: list[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """Run a command that prints `ready on http://HOST:PORT` and an empty line; stop it at the end.
+
+    Args:
+        command: run without a shell.
+        environment: variables besides those of this process.
 
     Raises:
         ServerError: it ended before it printed that.
     """
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})
+    ) as process:
         try:
             assert process.stdout is not None
-            banner = ""
-            for line in process.stdout:
-                banner += line
-                if found := _READY.search(line):
-                    break
-            else:
+            banner = _read_banner(process.stdout)
+            found = _READY.search(banner)
+            if found is None:
                 raise ServerError(f"{' '.join(command)}: ended with status {process.wait()}")
             ready_s = time.perf_counter() - started
             yield Server(found[1], int(found[2]), process.pid, ready_s, banner)
@@ -81,3 +86,13 @@ def running(command: list[str]) -> Iterator[Server]:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _read_banner(stdout: IO[str]) -> str:
+    """Read up to the last line of the banner, or to the end."""
+    lines: list[str] = []
+    for line in stdout:
+        lines.append(line)
+        if line.isspace():
+            break
+    return "".join(lines)
