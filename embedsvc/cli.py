@@ -103,7 +103,8 @@ def serve(config: Path | None, log_level: str, **flags: Any) -> None:
 def check(config: Path, config_only: bool, log_level: str, **flags: Any) -> None:
     """Print the effective configuration, then load the model and verify its vectors.
 
-    A mistake in the file is printed with the path of its field; the exit status is 1.
+    A mistake in the file is printed with the path of its field. The exit status is 1 after a
+    mistake, or where vectors have moved since they were first checked.
     """
     set_up_logging(log_level)
     with mistakes_in_one_line():
@@ -113,10 +114,13 @@ def check(config: Path, config_only: bool, log_level: str, **flags: Any) -> None
         click.echo(dumps(effective), nl=False)
         if config_only:
             return
-        from embedsvc.deployment import verify
+        from embedsvc.verification import verify
 
-        for line in verify(effective):
+        right = True
+        for as_before, line in verify(effective):
             click.echo(f"# {line}")
+            right &= as_before
+    sys.exit(not right)
 
 
 @main.group()
@@ -156,7 +160,7 @@ def offline(
 def pipeline(rounds: int, seconds: float, as_json: bool) -> None:
     """Measure everything but the model: weightless vectors beside a bare Litestar handler.
 
-    Driven by wrk where it is installed, else by a client of our own, which is slower.
+    Driven by wrk where it is installed, else by a client of our own.
     """
     set_up_logging("warning")
     with mistakes_in_one_line():

@@ -24,11 +24,13 @@ LAYERS = {
     "routing": 4,
     "tokenization": 4,
     "tuning": 4,
-    "service": 5,
-    "http": 6,
-    "bench": 7,
-    "cli": 8,
-    "reference": 9,
+    "deployment": 5,
+    "service": 6,
+    "verification": 7,
+    "http": 7,
+    "bench": 8,
+    "cli": 9,
+    "reference": 10,
 }
 VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "manager", "misc"}
 MAX_MODULE_LINES = 320
