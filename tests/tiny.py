@@ -1,0 +1,135 @@
+"""Tiny random models of every architecture, saved as sentence-transformers folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+
+from embedsvc.models import Model
+from embedsvc.models.buffers import HostBuffer, Vectors
+from embedsvc.models.source import ModelFolder, load_tokenizer, resolve
+from embedsvc.models.torch import TorchModel
+
+WORDS = tuple(f"w{i}" for i in range(90))
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+HIDDEN = 32
+MAX_LENGTH = 48
+
+_SIZES = {
+    "vocab_size": len(SPECIALS) + len(WORDS),
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 1,
+}
+_ENCODER = {**_SIZES, "intermediate_size": 64, "max_position_embeddings": MAX_LENGTH + 2}
+_DECODER = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 8}
+
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "bert": transformers.BertConfig(**_ENCODER),
+    "roberta": transformers.RobertaConfig(**_ENCODER),
+    "xlm-roberta": transformers.XLMRobertaConfig(**_ENCODER),
+    "mpnet": transformers.MPNetConfig(**_ENCODER),
+    "distilbert": transformers.DistilBertConfig(
+        vocab_size=_SIZES["vocab_size"], dim=HIDDEN, hidden_dim=64, n_layers=2, n_heads=4,
+        pad_token_id=1, max_position_embeddings=MAX_LENGTH,
+    ),
+    # A window of 8 tokens, so that padding lies outside every window of a short row.
+    "modernbert": transformers.ModernBertConfig(
+        **_ENCODER, local_attention=8, global_attn_every_n_layers=2,
+        bos_token_id=0, cls_token_id=0, eos_token_id=2, sep_token_id=2,
+    ),
+    "qwen2": transformers.Qwen2Config(**_ENCODER, num_key_value_heads=2),
+    "qwen3": transformers.Qwen3Config(**_DECODER),
+    "mistral": transformers.MistralConfig(**_DECODER, sliding_window=8),
+    "llama": transformers.LlamaConfig(**_DECODER),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=_SIZES["vocab_size"], n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=MAX_LENGTH,
+        pad_token_id=1, bos_token_id=0, eos_token_id=2,
+    ),
+}  # fmt: skip
+DECODERS = frozenset({"qwen2", "qwen3", "mistral", "llama", "gpt2"})
+
+
+def texts(lengths: Sequence[int], seed: int = 0) -> list[str]:
+    """Return one text of that many random words for every length."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, n)) for n in lengths]
+
+
+def save_transformer(path: Path, architecture: str) -> Path:
+    """Save random weights and a word tokenizer as a plain transformers folder."""
+    torch.manual_seed(0)
+    network = transformers.AutoModel.from_config(CONFIGS[architecture]).eval()
+    # Initial weights are so small that every vector would look alike.
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    network.save_pretrained(path)
+    _tokenizer(decoder=architecture in DECODERS).save_pretrained(path)
+    return path
+
+
+def save_folder(
+    path: Path, architecture: str, pooling: str, *more: nn.Module
+) -> SentenceTransformer:
+    """Save a sentence-transformers folder of one Transformer, a Pooling and `more`."""
+    plain = save_transformer(path / "plain", architecture)
+    transformer = Transformer(str(plain), max_seq_length=MAX_LENGTH)
+    reference = SentenceTransformer(
+        modules=[transformer, Pooling(HIDDEN, pooling), *more], device="cpu"
+    )
+    reference.save(str(path / "folder"), create_model_card=False)
+    return reference
+
+
+def load(path: Path, cache_dir: Path, **options: Any) -> tuple[TorchModel, ModelFolder]:
+    """Load a folder in float32 unless told otherwise."""
+    folder = resolve(str(path))
+    model = TorchModel(folder, cache_dir=cache_dir, device="cpu", **{"dtype": "float32", **options})
+    model.load()
+    return model, folder
+
+
+def embed(model: Model, folder: ModelFolder, rows: Sequence[str], *, length: int = 0) -> Vectors:
+    """Return the vectors of texts that share one batch, padded to `length` or the longest."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.enable_truncation(model.max_length)
+    ids = [np.array(e.ids, dtype=np.int64) for e in tokenizer.encode_batch(list(rows))]
+    return embed_ids(model, ids, [0] * len(ids), length=length)
+
+
+def embed_ids(
+    model: Model, ids: Sequence[Any], prompt_lengths: Sequence[int], *, length: int = 0
+) -> Vectors:
+    """Return the vectors of one batch of token ids."""
+    length = length or max(map(len, ids))
+    buffer = HostBuffer(len(ids) * length, len(ids), model.dim, model.pad_id)
+    buffer.fill(ids, prompt_lengths, length)
+    model.forward(buffer, len(ids), length)
+    return buffer.output
+
+
+def _tokenizer(*, decoder: bool) -> transformers.PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate((*SPECIALS, *WORDS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>" if decoder else "<s> $A </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        unk_token="<unk>", cls_token="<s>", sep_token="</s>", model_max_length=MAX_LENGTH,
+        padding_side="left" if decoder else "right",
+    )  # fmt: skip
