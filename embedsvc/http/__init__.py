@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's wire contract in front of `embedsvc.service`; nothing below imports it."""

@@ -1,0 +1,180 @@
+"""Everything but the embeddings: models, tokens, health, metrics, and the answers to their errors.
+
+Ordinary Litestar handlers; the service comes from the app that they belong to.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from litestar import Request, Response, get, post
+from litestar.datastructures import State
+from litestar.di import NamedDependency
+from litestar.exceptions import HTTPException
+from litestar.params import FromPath, SkipValidation
+
+from embedsvc.errors import (
+    BodyTooLarge,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    RequestError,
+    RouteNotFound,
+)
+from embedsvc.http.body import Body
+from embedsvc.http.protocol import default_model, not_ready
+from embedsvc.http.replies import Header, RequestIds, error_reply
+from embedsvc.http.schemas import TokenizeRequest, decode, model_name, texts
+from embedsvc.metrics import CONTENT_TYPE
+from embedsvc.service import CatalogEntry, Service
+from embedsvc.tokenization import Token
+
+log = logging.getLogger(__name__)
+
+AnyRequest = Request[Any, Any, State]
+# Not validated: tests put a fake in its place.
+ServiceOfApp = NamedDependency[SkipValidation[Service]]
+
+_TOKENIZE_DECODER = msgspec.json.Decoder(TokenizeRequest)
+_ERROR_OF_STATUS: dict[int, type[RequestError]] = {
+    404: RouteNotFound,
+    405: MethodNotAllowed,
+    413: BodyTooLarge,
+}
+
+
+@get("/v1/models")
+async def list_models(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
+    """List the names clients may use as `model`."""
+    data = [_model_object(entry) for entry in service.catalog()]
+    return _reply(request, {"object": "list", "data": data})
+
+
+@get("/v1/models/{model_id:path}")
+async def retrieve_model(
+    request: AnyRequest, model_id: FromPath[str], service: ServiceOfApp
+) -> Response[dict[str, Any]]:
+    """Describe one model; a slash in its name may come raw or as %2F.
+
+    Raises:
+        ModelNotFound: no model has this name.
+    """
+    wanted = model_id.removeprefix("/")
+    catalog = service.catalog()
+    for entry in catalog:
+        if entry.id == wanted:
+            return _reply(request, _model_object(entry))
+    served = ", ".join(entry.id for entry in catalog)
+    raise ModelNotFound(
+        f"The model '{wanted[:200]}' does not exist. Served: {served}.", param="model"
+    )
+
+
+@post("/tokenize", status_code=200)
+async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
+    """Return the tokens of texts, as the model would see them."""
+    if not service.ready:
+        raise not_ready(service)
+    body = Body(dict(request.scope["headers"]), request.receive)
+    asked = decode(_TOKENIZE_DECODER, await body.read(service.config.server.max_body_bytes))
+    model = model_name(asked.model, default_model(service))
+    tokenized = await service.tokenize(
+        model,
+        texts(asked),
+        prompt_name=asked.prompt_name,
+        add_special_tokens=asked.add_special_tokens is not False,
+    )
+    data = [
+        {"index": index, "count": len(tokens), "tokens": [_token_object(t) for t in tokens]}
+        for index, tokens in enumerate(tokenized)
+    ]
+    return _reply(request, {"model": model, "data": data})
+
+
+@get("/health/live")
+async def live() -> dict[str, str]:
+    """Say that the event loop runs."""
+    return {"status": "live"}
+
+
+@get(["/health/ready", "/health"])
+async def ready(service: ServiceOfApp, state: State) -> Response[dict[str, str]]:
+    """Say whether requests are served: 200 or 503."""
+    shown = "stopping" if state.draining else service.state
+    is_ready = service.ready and not state.draining
+    return Response({"state": shown}, status_code=200 if is_ready else 503)
+
+
+@get("/metrics")
+async def metrics(service: ServiceOfApp) -> Response[bytes]:
+    """Return all metrics in Prometheus' text format."""
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+
+@get("/info")
+async def info(service: ServiceOfApp) -> dict[str, Any]:
+    """Describe the service and its models."""
+    return service.info()
+
+
+def answer_request_error(request: AnyRequest, error: RequestError) -> Response[bytes]:
+    """Answer one of our errors."""
+    return _error(request, error)
+
+
+def answer_framework_error(request: AnyRequest, error: HTTPException) -> Response[bytes]:
+    """Answer one of Litestar's errors: unknown path, wrong method, malformed request."""
+    if error.status_code >= 500:
+        return answer_bug(request, error)
+    kind = _ERROR_OF_STATUS.get(error.status_code, InvalidRequest)
+    where = f"{request.method} {request.scope['path'][:200]}"
+    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    return _error(request, kind(f"{error.detail}: {where}."), *headers)
+
+
+def answer_bug(request: AnyRequest, error: Exception) -> Response[bytes]:
+    """Answer what nobody foresaw, and log it."""
+    log.error("unexpected error path=%s", request.scope["path"], exc_info=error)
+    return _error(request, InternalError("The server failed; its log says why."))
+
+
+def _error(request: AnyRequest, error: RequestError, *headers: Header) -> Response[bytes]:
+    reply = error_reply(error, _request_id(request), *headers)
+    return Response(
+        reply.body,
+        status_code=reply.status,
+        headers={name.decode(): value.decode("latin-1") for name, value in reply.headers},
+    )
+
+
+def _reply(request: AnyRequest, content: dict[str, Any]) -> Response[dict[str, Any]]:
+    name, value = _request_id(request)
+    return Response(content, headers={name.decode(): value.decode("ascii")})
+
+
+def _request_id(request: AnyRequest) -> Header:
+    request_ids: RequestIds = request.app.state.request_ids
+    return request_ids.header(dict(request.scope["headers"]).get(b"x-request-id"))
+
+
+def _model_object(entry: CatalogEntry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": "embedsvc",
+        "root": entry.root,
+    }
+
+
+def _token_object(token: Token) -> dict[str, Any]:
+    return {
+        "id": token.id,
+        "text": token.text,
+        "special": token.special,
+        "start": token.start,
+        "stop": token.stop,
+    }

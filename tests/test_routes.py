@@ -1,0 +1,120 @@
+"""The routes beside the embeddings, and the life of the app."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from embedsvc.service import State
+from tests.http_fakes import MODEL, URL, FakeService, app_of, client_of, counted, error_of
+
+pytest_plugins = ["tests.http_fixtures"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models/org/model", "/v1/models/org%2Fmodel"])
+async def test_models_are_listed_and_found_by_their_listed_id(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    """A slash in the id may come raw or escaped."""
+    listed = (await client.get("/v1/models")).json()
+    one = (await client.get(path)).json()
+
+    assert listed["object"] == "list"
+    assert listed["data"] == [one]
+    assert one["id"] == MODEL
+    assert one["object"] == "model"
+    assert one["created"] == 1_700_000_000
+    assert one["owned_by"] == "embedsvc"
+
+
+@pytest.mark.parametrize("body", [{"input": "ab"}, {"inputs": ["ab"]}, {"input": ["ab"]}])
+async def test_tokens_are_shown(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    """Text or texts, under either name."""
+    response = await client.post("/tokenize", json=body)
+
+    token = {"id": 1, "text": "ab", "special": False, "start": 0, "stop": 2}
+    assert response.status_code == 200
+    assert response.json() == {
+        "model": MODEL,
+        "data": [{"index": 0, "count": 1, "tokens": [token]}],
+    }
+
+
+@pytest.mark.parametrize("body", [{}, {"input": [1]}, {"input": 3}, {"input": "a", "model": 3}])
+async def test_bad_tokenize_requests_are_400(
+    client: httpx.AsyncClient, body: dict[str, Any]
+) -> None:
+    """The same envelope as everywhere."""
+    response = await client.post("/tokenize", json=body)
+
+    assert response.status_code == 400
+    error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("ready", 200), ("loading", 503), ("failed", 503), ("stopping", 503)]
+)
+async def test_readiness_follows_the_service_and_liveness_does_not(
+    service: FakeService, client: httpx.AsyncClient, state: State, status: int
+) -> None:
+    """A probe restarts what is dead and spares what is loading."""
+    service.state = state
+    live = await client.get("/health/live")
+
+    assert live.status_code == 200
+    for path in ("/health/ready", "/health"):
+        response = await client.get(path)
+        assert response.status_code == status
+        assert response.json() == {"state": state}
+
+
+async def test_readiness_is_red_while_draining(service: FakeService) -> None:
+    """Traffic goes elsewhere before the service itself stops."""
+    app = app_of(service)
+    app.state.draining = True
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]  # Litestar's own ASGI types
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.get("/health/ready")
+        served = await client.post(URL, json={"input": "a"})
+
+    assert response.status_code == 503
+    assert response.json() == {"state": "stopping"}
+    assert served.status_code == 200
+
+
+async def test_metrics_and_info_are_shown(client: httpx.AsyncClient) -> None:
+    """Both come from the service as they are."""
+    await client.post(URL, json={"input": "a"})
+    metrics = await client.get("/metrics")
+
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'embedsvc_requests_total{reason="ok",status="200"} 1.0' in metrics.text
+    assert (await client.get("/info")).json() == {"state": "ready"}
+
+
+async def test_the_lifespan_starts_and_stops_the_service() -> None:
+    """Inside it the service is ready, after it it is stopped."""
+    service = FakeService()
+    service.state = "loading"
+    async with app_of(service).lifespan():
+        inside = service.info()
+
+    assert inside == {"state": "ready"}
+    assert service.info() == {"state": "stopping"}
+
+
+async def test_two_apps_share_nothing() -> None:
+    """Each has its own service, state and ids."""
+    first, second = FakeService("one"), FakeService("two")
+    second.state = "loading"
+    async with client_of(first) as one, client_of(second) as two:
+        ok = await one.post(URL, json={"input": "a"})
+        refused = await two.post(URL, json={"input": "a"})
+
+    assert ok.status_code == 200
+    assert refused.status_code == 503
+    assert ok.headers["x-request-id"] != refused.headers["x-request-id"]
+    assert counted(first) == {("200", "ok"): 1}
+    assert counted(second) == {("503", "not_ready"): 1}
