@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from embedsvc.config import Config, DeviceConfig, ModelConfig, Truncation, VersionConfig
 from embedsvc.engine.admission import Admission
@@ -33,6 +33,7 @@ from embedsvc.models.buffers import BufferPool, HostBuffer
 from embedsvc.models.cache import Cache
 from embedsvc.models.host import usable_cores
 from embedsvc.models.source import ModelFolder, resolve
+from embedsvc.models.verify import CheckedModel, check_golden
 from embedsvc.tokenization import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -161,6 +162,8 @@ def deploy(
     engine_metrics = metrics.version(model_config.name, version.name)
     engine = _engine(model_config.name, version, model, device, cache, key, engine_metrics)
     _warm_up(engine)
+    if version.backend != "hash":
+        check_golden(cast(CheckedModel, model), folder, cache)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
     return Deployment(
         model_name=model_config.name,

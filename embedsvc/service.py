@@ -173,42 +173,20 @@ class Service:
             RequestError: the answer the client gets instead.
         """
         deployment = self._deployment(call.model)
-        n = len(call.inputs)
-        if not 0 < n <= self.config.server.max_inputs:
-            raise TooManyInputs(
-                f"input has {n} items; 1 to {self.config.server.max_inputs} are allowed.",
-                param="input",
-            )
+        self._check_count(len(call.inputs))
         dim = _dimensions(call.dimensions, deployment)
-        estimate = _estimate_tokens(call.inputs, deployment.tokenizer.max_length)
-        priority = call.priority or (
-            Priority.INTERACTIVE if n <= INTERACTIVE_INPUTS else Priority.BULK
-        )
-        self._reserve(deployment, n, estimate, priority)
-        try:
-            began = perf_counter()
-            encoded = await self._encode(call, deployment)
-            tokens = sum(len(e.ids) for e in encoded)
-            if tokens > self.config.server.max_request_tokens:
-                raise TooManyTokens(
-                    f"Requested {tokens} tokens, max {self.config.server.max_request_tokens} "
-                    "tokens per request. Send fewer texts at once.",
-                    param="input",
-                )
-            tokenized_s = perf_counter() - began
-            request, sequences = self._request(call, deployment, encoded, priority)
-        except BaseException:
-            deployment.engine.admission.release(n, estimate)
-            raise
-        deployment.engine.admission.adjust(tokens - estimate)
-        deployment.metrics.tokenize.observe(tokenized_s)
+        began = perf_counter()
+        request, sequences, n_truncated = await self._admitted(call, deployment)
+        tokenize_s = perf_counter() - began
+        deployment.metrics.tokenize.observe(tokenize_s)
+        prompt_tokens = sum(sequence.length for sequence in sequences)
         await _settled(deployment, request, sequences)
         return Embedded(
             vectors=_finish(request.vectors, dim, normalize=call.normalize),
-            prompt_tokens=tokens,
-            n_truncated=sum(e.truncated for e in encoded),
+            prompt_tokens=prompt_tokens,
+            n_truncated=n_truncated,
             version=deployment.version,
-            tokenize_s=tokenized_s,
+            tokenize_s=tokenize_s,
             queue_s=max(0.0, request.first_start - request.arrival),
             inference_s=request.last_end - request.first_start,
         )
@@ -268,27 +246,64 @@ class Service:
             raise NotReady(f"Model '{root}' is {self._phase}.", retry_after_s=5)
         return deployment
 
-    def _reserve(self, deployment: Deployment, n: int, tokens: int, priority: Priority) -> None:
-        engine = deployment.engine
+    def _check_count(self, n: int) -> None:
+        if not 0 < n <= self.config.server.max_inputs:
+            raise TooManyInputs(
+                f"input has {n} items; 1 to {self.config.server.max_inputs} are allowed.",
+                param="input",
+            )
+
+    async def _admitted(
+        self, call: EmbedCall, deployment: Deployment
+    ) -> tuple[Request, list[Sequence], int]:
+        """Reserve room, tokenize, and correct the room to the real tokens; all or nothing.
+
+        Returns:
+            The request, its sequences, and how many texts were truncated.
+        """
+        n, engine = len(call.inputs), deployment.engine
+        priority = call.priority
+        if priority is None:
+            priority = Priority.INTERACTIVE if n <= INTERACTIVE_INPUTS else Priority.BULK
+        estimate = _estimate_tokens(call.inputs, deployment.tokenizer.max_length)
         try:
             engine.admission.reserve(
-                n, tokens, bulk=priority is Priority.BULK, drain_s=engine.queue_s
+                n, estimate, bulk=priority is Priority.BULK, drain_s=engine.queue_s
             )
         except Overloaded:
             deployment.metrics.texts["rejected"].inc(n)
             raise
+        try:
+            encoded = await self._encode(call, deployment)
+            tokens = sum(len(e.ids) for e in encoded)
+            self._check_tokens(tokens)
+            request, sequences = self._request(call, deployment, encoded, priority)
+        except BaseException:
+            engine.admission.release(n, estimate)
+            raise
+        engine.admission.adjust(tokens - estimate)
+        return request, sequences, sum(e.truncated for e in encoded)
+
+    def _check_tokens(self, tokens: int) -> None:
+        most = self.config.server.max_request_tokens
+        if tokens > most:
+            raise TooManyTokens(
+                f"Requested {tokens} tokens, max {most} tokens per request. "
+                "Send fewer texts at once.",
+                param="input",
+            )
 
     async def _encode(self, call: EmbedCall, deployment: Deployment) -> Seq[Encoded]:
         tokenizer = deployment.tokenizer
         truncate = call.truncate or deployment.truncate
         if not isinstance(call.inputs[0], str):
             return [
-                tokenizer.from_ids(ids, truncate=truncate, index=index)  # type: ignore[arg-type]  # ids, by the first
+                tokenizer.from_ids(ids, truncate=truncate, index=index)
                 for index, ids in enumerate(call.inputs)
             ]
         return await self._tokenizers.encode(
             tokenizer,
-            call.inputs,  # type: ignore[arg-type]  # texts, by the first
+            call.inputs,
             truncate=truncate,
             prompt=deployment.prompt(call.prompt_name),
             add_special_tokens=call.add_special_tokens,

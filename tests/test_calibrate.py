@@ -13,7 +13,6 @@ from embedsvc.engine.device import Device
 from embedsvc.models.buffers import HostBuffer
 from tests.fakes import SumModel
 
-
 TRUE = CostModel(5e-3, 1e-4, 1e-4, 1e-7)
 
 

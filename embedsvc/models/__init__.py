@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """One loaded model on one device.
 
-    `load` and `close` run once, each on any thread; `forward` runs on the device threads, several at
-    once, each with a buffer of its own.
+    `load` and `close` run once, each on any thread; `forward` runs on the device threads, several
+    at once, each with a buffer of its own.
     """
 
     dim: int
