@@ -15,16 +15,13 @@ and free rows are filled where riding is cheaper than a batch of their own.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
 
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.sequence import Batch, Request, Sequence
+from embedsvc.engine.waiting import Waiting
 
 WIDTH_STEP = 8
 # A queue head is urgent when its deadline is nearer than this many predicted batches.
@@ -76,85 +73,41 @@ class Policy:
         self.edges = list(edges)
         self.cost = cost
         self.limits = limits
-        self.n_waiting = 0
-        self.waiting_tokens = 0
-        self._counts = [0] * len(edges)
-        # One heap of (tag, order, sequence) per bucket. A row that left otherwise stays in it
-        # with `waiting` false and is skipped.
-        self._queues: list[list[tuple[float, int, Sequence]]] = [[] for _ in edges]
-        self._order = itertools.count()
+        self._waiting = Waiting(edges)
         self._virtual_time = 0.0
-        # Rows of each request in their order; the first waiting one is its head. The dict itself is
-        # ordered by how long the heads have been heads.
-        self._flows: dict[Request, deque[Sequence]] = {}
-        self._head_since: dict[Request, float] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._arrival_gap_s = inf
         self._last_arrival = -inf
         widths = [padded_width(edge, limits.max_length) for edge in edges]
         self._width_cost = [cost.row(width) for width in widths]
         self._width_rows = [limits.rows(width) for width in widths]
 
+    @property
+    def n_waiting(self) -> int:
+        """Rows that wait."""
+        return self._waiting.n_rows
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the rows that wait."""
+        return self._waiting.n_tokens
+
     # --- arrivals and departures ---------------------------------------------------------------
 
     def add(self, sequences: Seq[Sequence], now: float) -> None:
-        """Queue the rows of one request.
-
-        A row's tag is the finish time of its flow in a fluid server that shares itself by weight.
-
-        Source: S. J. Golestani, "A self-clocked fair queueing scheme for broadband applications",
-        INFOCOM 1994.
-        """
-        request = sequences[0].request
-        tag = max(self._virtual_time, request.last_tag)
-        weight = float(request.priority)
-        for sequence in sequences:
-            tag += self.cost.row(sequence.length) / weight
-            sequence.tag = tag
-            sequence.bucket = bisect_left(self.edges, sequence.length)
-            sequence.waiting = True
-            self._counts[sequence.bucket] += 1
-            self.waiting_tokens += sequence.length
-            heapq.heappush(self._queues[sequence.bucket], (tag, next(self._order), sequence))
-        request.last_tag = tag
-        self.n_waiting += len(sequences)
-        if request not in self._flows:
-            self._flows[request] = deque()
-            self._head_since[request] = now
-            heapq.heappush(self._deadlines, (request.deadline, next(self._order), request))
-        self._flows[request].extend(sequences)
+        """Queue the rows of one request."""
+        self._waiting.add(sequences, self._virtual_time, self.cost, now)
         self._note_arrival(len(sequences), now)
 
     def discard(self, request: Request) -> None:
         """Drop every waiting row of a request."""
-        for sequence in self._flows.pop(request, ()):
-            if sequence.waiting:
-                self._leave(sequence)
-        self._head_since.pop(request, None)
-
-    def oldest_s(self, now: float) -> float:
-        """Return how long the longest waiting head has been one, in seconds."""
-        for since in self._head_since.values():
-            return now - since
-        return 0.0
-
-    def _leave(self, sequence: Sequence) -> None:
-        sequence.waiting = False
-        self._counts[sequence.bucket] -= 1
-        self.n_waiting -= 1
-        self.waiting_tokens -= sequence.length
-        queue = self._queues[sequence.bucket]
-        if len(queue) > 64 and len(queue) > 2 * self._counts[sequence.bucket]:
-            queue[:] = [entry for entry in queue if entry[2].waiting]
-            heapq.heapify(queue)
+        self._waiting.discard(request)
 
     def _note_arrival(self, n_rows: int, now: float) -> None:
         gap = (now - self._last_arrival) / n_rows
         self._last_arrival = now
         # Ten arrivals of memory: long enough to be steady, short enough to follow a burst.
-        self._arrival_gap_s = (
-            gap if self._arrival_gap_s == inf else (0.9 * self._arrival_gap_s + 0.1 * gap)
-        )
+        known = self._arrival_gap_s
+        self._arrival_gap_s = gap if known == inf else 0.9 * known + 0.1 * gap
 
     # --- the choice ----------------------------------------------------------------------------
 
@@ -168,7 +121,7 @@ class Policy:
         Returns:
             A batch of rows that left the queue, or the time to ask again (`inf`: when a row comes).
         """
-        self._expire(now)
+        self._waiting.expire(now)
         leader = self._leader(now)
         if leader is None:
             return inf
@@ -176,47 +129,23 @@ class Policy:
         wait_until = self._worth_waiting(leader, low, high, now)
         if wait_until > now:
             return wait_until
-        n_rows = self._share(low, high, free_slots)
-        rows = self._pick(leader, low, high, n_rows)
+        rows = self._pick(leader, low, high, self._share(low, high, free_slots))
         self._virtual_time = max(self._virtual_time, leader.tag)
-        for row in rows:
-            self._leave(row)
-        self._advance_heads(rows, now)
+        self._waiting.remove(rows, now)
         width = padded_width(max(row.length for row in rows), self.limits.max_length)
         return Batch(rows, width, self.cost(len(rows), width))
 
-    def _expire(self, now: float) -> None:
-        while self._deadlines:
-            deadline, _, request = self._deadlines[0]
-            if request in self._flows and deadline > now:
-                return
-            heapq.heappop(self._deadlines)
-            self.discard(request)
-
     def _leader(self, now: float) -> Sequence | None:
-        for request, since in self._head_since.items():
-            if now - since > self.limits.max_age_s:
-                return self._flows[request][0]
-            break
-        if self._deadlines:
-            deadline, _, request = self._deadlines[0]
-            head = self._flows[request][0]
-            width = self.edges[head.bucket]
-            batch_s = P95_FACTOR * self.cost(self._width_rows[head.bucket], width)
-            if now + URGENT_BATCHES * batch_s >= deadline:
-                return head
-        return self._least_tag()
-
-    def _least_tag(self) -> Sequence | None:
-        least: tuple[float, int, Sequence] | None = None
-        for bucket, queue in enumerate(self._queues):
-            if not self._counts[bucket]:
-                continue
-            while not queue[0][2].waiting:
-                heapq.heappop(queue)
-            if least is None or queue[0] < least:
-                least = queue[0]
-        return None if least is None else least[2]
+        oldest, since = self._waiting.oldest_head()
+        if now - since > self.limits.max_age_s:
+            return oldest
+        urgent = self._waiting.nearest_deadline()
+        if urgent is not None:
+            rows, row_s = self._width_rows[urgent.bucket], self._width_cost[urgent.bucket]
+            batch_s = P95_FACTOR * (self.cost.c0 + rows * row_s)
+            if now + URGENT_BATCHES * batch_s >= urgent.request.deadline:
+                return urgent
+        return self._waiting.least_tag()
 
     def _group(self, leader_bucket: int) -> tuple[int, int]:
         """Return the first and last bucket of the leader's group in the cheapest partition.
@@ -227,14 +156,14 @@ class Policy:
         Source: the batch partition of TurboTransformers (Fang et al., PPoPP 2021), on buckets
         instead of single rows.
         """
-        held = [b for b, count in enumerate(self._counts) if count]
+        held = [b for b, count in enumerate(self._waiting.counts) if count]
         best, start = [0.0], [0]
         c0 = self.cost.c0
         for j, top in enumerate(held):
             cap, per_row = self._width_rows[top], self._width_cost[top]
             least, least_i, rows = inf, j, 0
             for i in range(j, -1, -1):
-                rows += self._counts[held[i]]
+                rows += self._waiting.counts[held[i]]
                 price = best[i] + c0 * -(-rows // cap) + per_row * rows
                 if price < least:
                     least, least_i = price, i
@@ -249,7 +178,7 @@ class Policy:
         """Return until when a free device should wait for more rows; `now` means go."""
         delay = self.limits.max_batch_delay_s
         due = leader.request.arrival + delay
-        rows = sum(self._counts[low : high + 1])
+        rows = sum(self._waiting.counts[low : high + 1])
         if delay <= 0 or now >= due or rows >= self._width_rows[high]:
             return now
         width, left = self.edges[high], due - now
@@ -264,7 +193,7 @@ class Policy:
         Two half batches at once finish sooner than one whole, unless the price of a batch itself
         weighs more than its rows.
         """
-        rows = sum(self._counts[low : high + 1])
+        rows = sum(self._waiting.counts[low : high + 1])
         if free_slots < 2 or rows < self.n_waiting:
             return rows
         worth_a_batch = max(1.0, 2 * self.cost.c0 / self._width_cost[high])
@@ -277,18 +206,18 @@ class Policy:
         leader.waiting = False
         for bucket in sorted(range(low, high + 1), key=lambda b: abs(b - leader.bucket)):
             room = min(n_rows, self._width_rows[max(top, bucket)]) - len(rows)
-            taken = self._take(bucket, room)
+            taken = self._waiting.take(bucket, room)
             rows.extend(taken)
             if taken:
                 top = max(top, bucket)
-        if n_rows >= sum(self._counts[low : high + 1]):
+        if n_rows >= sum(self._waiting.counts[low : high + 1]):
             self._fill(rows, low, top)
         return rows
 
     def _fill(self, rows: list[Sequence], low: int, top: int) -> None:
         """Let whole shorter buckets ride where that costs less than a batch of their own."""
         for bucket in range(low - 1, -1, -1):
-            count = self._counts[bucket]
+            count = self._waiting.counts[bucket]
             if not count:
                 continue
             if count > self._width_rows[top] - len(rows):
@@ -296,26 +225,4 @@ class Policy:
             own = self.cost.c0 + count * self._width_cost[bucket]
             if count * self._width_cost[top] > own:
                 return
-            rows.extend(self._take(bucket, count))
-
-    def _take(self, bucket: int, n: int) -> list[Sequence]:
-        queue, taken = self._queues[bucket], list[Sequence]()
-        while queue and len(taken) < n:
-            sequence = heapq.heappop(queue)[2]
-            if sequence.waiting:
-                sequence.waiting = False
-                taken.append(sequence)
-        return taken
-
-    def _advance_heads(self, rows: list[Sequence], now: float) -> None:
-        """Restart the age of every request whose head left; forget requests without rows."""
-        for request in {row.request for row in rows}:
-            flow = self._flows[request]
-            head_left = not flow[0].waiting
-            while flow and not flow[0].waiting:
-                flow.popleft()
-            if not flow:
-                del self._flows[request], self._head_since[request]
-            elif head_left:
-                del self._head_since[request]
-                self._head_since[request] = now
+            rows.extend(self._waiting.take(bucket, count))
