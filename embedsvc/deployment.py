@@ -8,22 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from embedsvc.config import Config, DeviceConfig, ModelConfig, Truncation, VersionConfig
+from embedsvc.config import Config, ModelConfig, Truncation, VersionConfig
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.calibrate import (
     Calibration,
-    batch_rate,
-    best_division,
     calibrate,
     full_buffer,
     run_once,
 )
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.device import Device
+from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Limits, Policy, half_powers_of_two
 from embedsvc.errors import ConfigError, InvalidRequest
@@ -39,8 +37,6 @@ from embedsvc.tokenization import Tokenizer
 log = logging.getLogger(__name__)
 
 CALIBRATION_LIMIT_S = 4.0
-DIVISION_LIMIT_S = 2.0
-GPU_SLOTS = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,28 +109,6 @@ class Deployment:
         }
 
 
-class Devices:
-    """The devices of one service, opened when the first model needs them."""
-
-    def __init__(self, config: Config) -> None:
-        self._configs = {device.name: device for device in config.devices}
-        self._open: dict[str, Device] = {}
-
-    def get(self, model: Model, backend: str, cache: Cache, key: dict[str, Any]) -> Device:
-        """Return the device of a loaded model, measuring its division into slots where `auto`."""
-        name = model.device
-        if name not in self._open:
-            config = self._configs.get(name, DeviceConfig(name=name))
-            slots, threads = _division(config, model, backend, cache, key)
-            self._open[name] = _open_device(name, backend, slots, threads)
-        return self._open[name]
-
-    def close(self) -> None:
-        """Stop all device threads."""
-        for device in self._open.values():
-            device.close()
-
-
 def deploy(
     model_config: ModelConfig, where: str, config: Config, devices: Devices, metrics: Metrics
 ) -> Deployment:
@@ -194,45 +168,6 @@ def _measurement_key(folder: ModelFolder, model: Model) -> dict[str, Any]:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
-
-
-def _open_device(name: str, backend: str, slots: int, threads: int) -> Device:
-    if backend == "hash":
-        return Device(name, slots, threads)
-    from embedsvc.models.torch import prepare_thread
-
-    return Device(name, slots, threads, partial(prepare_thread, threads))
-
-
-def _division(
-    config: DeviceConfig, model: Model, backend: str, cache: Cache, key: dict[str, Any]
-) -> tuple[int, int]:
-    cores = usable_cores()
-    if config.slots != "auto" or config.threads_per_slot != "auto":
-        slots = cores if config.slots == "auto" else config.slots
-        if config.threads_per_slot == "auto":
-            return slots, max(1, cores // slots)
-        if config.slots == "auto":
-            slots = max(1, cores // config.threads_per_slot)
-        return slots, config.threads_per_slot
-    if model.device != "cpu":
-        return GPU_SLOTS, 1
-    if backend == "hash":
-        return cores, 1
-    stored = cache.get({"kind": "division", **key})
-    if stored is None:
-
-        def measure(slots: int, threads: int, seconds: float) -> float:
-            device = _open_device(model.device, backend, slots, threads)
-            try:
-                return batch_rate(model, device, seconds)
-            finally:
-                device.close()
-
-        slots, threads = best_division(cores, measure, DIVISION_LIMIT_S)
-        cache.put({"kind": "division", **key}, {"slots": slots, "threads": threads})
-        return slots, threads
-    return int(stored["slots"]), int(stored["threads"])
 
 
 def _calibration(

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any, Literal
 
 import numpy as np
 
 from embedsvc import __version__
-from embedsvc.config import Config, Truncation
-from embedsvc.deployment import Deployment, Devices, deploy
+from embedsvc.calls import CatalogEntry, EmbedCall, Embedded
+from embedsvc.config import Config
+from embedsvc.deployment import Deployment, deploy
+from embedsvc.engine.devices import Devices
 from embedsvc.engine.sequence import Priority, Request, Sequence
 from embedsvc.errors import (
     InferenceFailed,
@@ -45,65 +46,6 @@ OWN_TIME_FACTOR = 3.0
 CHARACTERS_PER_TOKEN = 4
 
 State = Literal["loading", "ready", "failed", "stopping"]
-
-
-@dataclass(slots=True)
-class EmbedCall:
-    """What a client asks for.
-
-    Attributes:
-        model: name or alias.
-        inputs: texts, or token ids of the model's own vocabulary.
-        truncate: end that long texts lose; None takes the model's setting.
-        prompt_name: prompt put before every text; None takes the model's default.
-        normalize: whether vectors get unit length.
-        dimensions: leading components to keep; None keeps all.
-        priority: share class; None decides by the number of inputs.
-        timeout_s: seconds the client waits; None takes the server's default.
-        add_special_tokens: whether the tokenizer adds its special tokens.
-    """
-
-    model: str
-    inputs: list[str] | list[list[int]]
-    truncate: Truncation | None = None
-    prompt_name: str | None = None
-    normalize: bool = True
-    dimensions: int | None = None
-    priority: Priority | None = None
-    timeout_s: float | None = None
-    add_special_tokens: bool = True
-
-
-@dataclass(slots=True)
-class Embedded:
-    """The answer to an `EmbedCall`.
-
-    Attributes:
-        vectors: `(n, dim) float32`, C-contiguous; row i belongs to input i.
-        prompt_tokens: tokens embedded, special tokens included, padding excluded.
-        n_truncated: texts that lost an end.
-        version: version that computed them.
-        tokenize_s: seconds spent tokenizing.
-        queue_s: seconds until the first row went to the device.
-        inference_s: seconds from there to the last row.
-    """
-
-    vectors: Vectors
-    prompt_tokens: int
-    n_truncated: int
-    version: str
-    tokenize_s: float
-    queue_s: float
-    inference_s: float
-
-
-@dataclass(slots=True, frozen=True)
-class CatalogEntry:
-    """A name clients may use as `model`."""
-
-    id: str
-    created: int
-    root: str
 
 
 class Service:

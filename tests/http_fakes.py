@@ -14,12 +14,13 @@ import numpy as np
 from litestar import Litestar
 from litestar.types import HTTPScope
 
+from embedsvc.calls import CatalogEntry, EmbedCall, Embedded
 from embedsvc.config import Config, ModelConfig, ServerConfig
 from embedsvc.errors import ModelError, NotReady, StartError
 from embedsvc.http.app import create_app
 from embedsvc.http.server import serve
 from embedsvc.metrics import Metrics
-from embedsvc.service import CatalogEntry, EmbedCall, Embedded, Service, State
+from embedsvc.service import Service, State
 from embedsvc.tokenization import Token
 
 DIM = 8

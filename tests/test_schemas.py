@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from embedsvc.calls import EmbedCall
 from embedsvc.engine.sequence import Priority
-from embedsvc.service import EmbedCall
 from tests.http_fakes import MODEL, URL, FakeService, client_of, error_of
 
 pytest_plugins = ["tests.http_fixtures"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embedsvc.calls import EmbedCall
 from embedsvc.config import (
     BatchingConfig,
     Config,
@@ -29,7 +30,7 @@ from embedsvc.errors import (
     TooManyInputs,
     TooManyTokens,
 )
-from embedsvc.service import EmbedCall, Service
+from embedsvc.service import Service
 
 NAME = "all-MiniLM-L6-v2"
 MAX_TOKENS = 3000

@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 from embedsvc.config import Config
-from embedsvc.deployment import Deployment, Devices, deploy
+from embedsvc.deployment import Deployment, deploy
+from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Limits, padded_width
 from embedsvc.metrics import Metrics
@@ -89,12 +90,12 @@ def _measure(deployment: Deployment, texts: list[str]) -> OfflineResult:
     return OfflineResult(
         texts=len(texts),
         tokens=tokens,
-        seconds=round(seconds, 4),
+        seconds=round(seconds, 6),
         texts_per_s=round(len(texts) / seconds, 1),
         tokens_per_s=round(tokens / seconds, 1),
         padding=round(1 - tokens / computed, 4),
         batches=len(batches),
-        tokenize_s=round(tokenize_s, 4),
+        tokenize_s=round(tokenize_s, 6),
         model=deployment.model_name,
         device=engine.model.device,
         dtype=engine.model.dtype,

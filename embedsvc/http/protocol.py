@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 from litestar.types import HTTPScope, Receive, Send
 
+from embedsvc.calls import EmbedCall, Embedded
 from embedsvc.errors import ClientGone, MethodNotAllowed, NotReady, RequestError
 from embedsvc.http.body import Body, Headers
 from embedsvc.http.replies import (
@@ -28,7 +29,7 @@ from embedsvc.http.replies import (
 )
 from embedsvc.http.schemas import EmbeddingsRequest, EncodingFormat, decode, embed_call
 from embedsvc.http.schemas import encoding_format as asked_encoding_format
-from embedsvc.service import EmbedCall, Embedded, Service
+from embedsvc.service import Service
 
 T = TypeVar("T")
 

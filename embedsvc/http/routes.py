@@ -15,6 +15,7 @@ from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
 from litestar.params import FromPath, SkipValidation
 
+from embedsvc.calls import CatalogEntry
 from embedsvc.errors import (
     BodyTooLarge,
     InternalError,
@@ -29,7 +30,7 @@ from embedsvc.http.protocol import default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
 from embedsvc.http.schemas import TokenizeRequest, decode, model_name, texts
 from embedsvc.metrics import CONTENT_TYPE
-from embedsvc.service import CatalogEntry, Service
+from embedsvc.service import Service
 from embedsvc.tokenization import Token
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from embedsvc.calls import EmbedCall
 from embedsvc.config import Truncation
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import InvalidRequest
-from embedsvc.service import EmbedCall
 
 T = TypeVar("T")
 EncodingFormat = Literal["float", "base64"]

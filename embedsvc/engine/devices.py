@@ -1,0 +1,80 @@
+"""The devices of one service, opened when the first model needs them.
+
+Decides how a device is divided into slots; runs on the worker thread that loads the models.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from embedsvc.config import Config, DeviceConfig
+from embedsvc.engine.calibrate import batch_rate, best_division
+from embedsvc.engine.device import Device
+from embedsvc.models import Model
+from embedsvc.models.cache import Cache
+from embedsvc.models.host import usable_cores
+
+DIVISION_LIMIT_S = 2.0
+GPU_SLOTS = 2
+
+
+class Devices:
+    """The devices of one service, opened when the first model needs them."""
+
+    def __init__(self, config: Config) -> None:
+        self._configs = {device.name: device for device in config.devices}
+        self._open: dict[str, Device] = {}
+
+    def get(self, model: Model, backend: str, cache: Cache, key: dict[str, Any]) -> Device:
+        """Return the device of a loaded model, measuring its division into slots where `auto`."""
+        name = model.device
+        if name not in self._open:
+            config = self._configs.get(name, DeviceConfig(name=name))
+            slots, threads = _division(config, model, backend, cache, key)
+            self._open[name] = _open_device(name, backend, slots, threads)
+        return self._open[name]
+
+    def close(self) -> None:
+        """Stop all device threads."""
+        for device in self._open.values():
+            device.close()
+
+
+def _open_device(name: str, backend: str, slots: int, threads: int) -> Device:
+    if backend == "hash":
+        return Device(name, slots, threads)
+    from embedsvc.models.torch import prepare_thread
+
+    return Device(name, slots, threads, partial(prepare_thread, threads))
+
+
+def _division(
+    config: DeviceConfig, model: Model, backend: str, cache: Cache, key: dict[str, Any]
+) -> tuple[int, int]:
+    cores = usable_cores()
+    if config.slots != "auto" or config.threads_per_slot != "auto":
+        slots = cores if config.slots == "auto" else config.slots
+        if config.threads_per_slot == "auto":
+            return slots, max(1, cores // slots)
+        if config.slots == "auto":
+            slots = max(1, cores // config.threads_per_slot)
+        return slots, config.threads_per_slot
+    if model.device != "cpu":
+        return GPU_SLOTS, 1
+    if backend == "hash":
+        return cores, 1
+    stored = cache.get({"kind": "division", **key})
+    if stored is None:
+
+        def measure(slots: int, threads: int, seconds: float) -> float:
+            device = _open_device(model.device, backend, slots, threads)
+            try:
+                return batch_rate(model, device, seconds)
+            finally:
+                device.close()
+
+        slots, threads = best_division(cores, measure, DIVISION_LIMIT_S)
+        cache.put({"kind": "division", **key}, {"slots": slots, "threads": threads})
+        return slots, threads
+    return int(stored["slots"]), int(stored["threads"])
