@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import base64
 import csv
 import sys
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import uvloop
 
-from embedsvc.bench.connection import Connection, embeddings_body, post, read_reply
 from embedsvc.bench.serving import served
+from loadtest.vectors import Vectors, embed
 from loadtest.workload import DATA, read_lines
-
-Vectors = npt.NDArray[np.float32]
 
 EXPECTED, TOLERANCE = 64.51, 0.3
 TOP = 10
-TEXTS_PER_CALL = 32
-N_CONNECTIONS = 4
-
-
-async def embed(address: tuple[str, int], model: str, texts: list[str], dim: int) -> Vectors:
-    """Return `(n, dim) float32`, the vectors of the texts over a few connections."""
-    groups = [texts[i : i + TEXTS_PER_CALL] for i in range(0, len(texts), TEXTS_PER_CALL)]
-    waiting = iter(enumerate(groups))
-    parts: dict[int, Vectors] = {}
-
-    async def client() -> None:
-        connection = Connection(*address)
-        for index, group in waiting:
-            request = post(*address, "/v1/embeddings", embeddings_body(model, group))
-            answer = await connection.send(request)
-            if answer.status != 200:
-                sys.exit(f"status {answer.status}: {answer.body.decode()}")
-            reply = read_reply(answer.body, len(group), dim)
-            raw = b"".join(base64.b64decode(str(item.embedding)) for item in reply.data)
-            parts[index] = np.frombuffer(raw, dtype="<f4").reshape(len(group), dim)
-        connection.close()
-
-    await asyncio.gather(*(client() for _ in range(N_CONNECTIONS)))
-    return np.concatenate([parts[index] for index in range(len(groups))])
 
 
 def ndcg(scores: Vectors, relevant: list[dict[int, int]]) -> float:
@@ -87,7 +57,7 @@ def main() -> None:
     queries = read_lines(args.data / "queries.test.jsonl")
     texts = [f"{d['title']} {d['text']}" for d in documents] + [q["text"] for q in queries]
     with served() as server:
-        vectors = uvloop.run(embed(server.address, "all-MiniLM-L6-v2", texts, dim=384))
+        vectors = embed(server.address, texts, n_clients=4, texts_per_call=32)
     scores = vectors[len(documents) :] @ vectors[: len(documents)].T
     relevant = judgements(args.data, [q["_id"] for q in queries], [d["_id"] for d in documents])
     score = 100 * ndcg(scores, relevant)

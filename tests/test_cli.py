@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,10 +130,31 @@ def test_bench_offline_counts_every_text_and_token(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "one two three"}\n{"text": "one", "other": 1}\n')
 
-    status, out, _ = embedsvc("bench", "offline", "--backend", "hash", "--json", "--texts", path)
+    flags = ["--backend", "hash", "--json", "--texts", str(path)]
+    status, out, _ = embedsvc("bench", "offline", *flags, HOME=str(tmp_path))
     result = json.loads(out)
 
     assert status == 0
     assert (result["texts"], result["tokens"]) == (2, 8)
     assert result["texts_per_s"] == pytest.approx(2 / result["seconds"], rel=0.1)
     assert 0 <= result["padding"] < 1
+
+
+def test_serve_ends_with_status_0_after_sigterm(tmp_path: Path) -> None:
+    """`serve` prints its address once ready, and SIGTERM is a regular end."""
+    command = [sys.executable, "-m", "embedsvc.cli", "serve", "--port", "0", "--backend", "hash"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HOME": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.terminate()
+        _, log = process.communicate(timeout=15)
+
+    assert re.fullmatch(r"embedsvc \S+ ready on http://127\.0\.0\.1:[1-9]\d+\n", first)
+    assert process.returncode == 0
+    assert "Traceback" not in log

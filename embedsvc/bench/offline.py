@@ -80,7 +80,7 @@ def _measure(deployment: Deployment, texts: list[str]) -> OfflineResult:
     engine = deployment.engine
     began = perf_counter()
     encoded = deployment.tokenizer.encode(
-        texts, truncate=deployment.truncate, prompt=deployment.prompt(None)
+        texts, truncate=deployment.settings.truncate, prompt=deployment.prompt(None)
     )
     tokenize_s = perf_counter() - began
     batches = sorted_batches([len(one.ids) for one in encoded], engine.policy.limits)
@@ -96,7 +96,7 @@ def _measure(deployment: Deployment, texts: list[str]) -> OfflineResult:
         padding=round(1 - tokens / computed, 4),
         batches=len(batches),
         tokenize_s=round(tokenize_s, 6),
-        model=deployment.model_name,
+        model=deployment.config.name,
         device=engine.model.device,
         dtype=engine.model.dtype,
         slots=engine.device.slots,

@@ -62,7 +62,7 @@ def run_pipeline(rounds: int, seconds: float) -> PipelineResult:
     rate = _wrk_rate if shutil.which("wrk") else _own_rate
     sides: dict[str, list[float]] = {"embedsvc": [], "bare": []}
     for _ in range(rounds):
-        with served("--backend", "hash") as server:
+        with served("--backend", "hash", "--log-level", "warning") as server:
             sides["embedsvc"].append(_measure(server, rate, seconds))
         with running([sys.executable, "-m", "embedsvc.bench.bare", str(DIM)]) as server:
             sides["bare"].append(_measure(server, rate, seconds))
