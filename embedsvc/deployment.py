@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from embedsvc.config import Config, ModelConfig, Truncation, VersionConfig
+from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.calibrate import (
     Calibration,
@@ -43,19 +43,18 @@ CALIBRATION_LIMIT_S = 4.0
 class Deployment:
     """One served version."""
 
-    model_name: str
-    aliases: tuple[str, ...]
-    version: str
-    source: str
-    revision: str
-    created: int
+    config: ModelConfig
+    settings: VersionConfig
+    folder: ModelFolder
     tokenizer: Tokenizer
     engine: Engine
     metrics: VersionMetrics
-    truncate: Truncation
-    prompts: dict[str, str]
-    default_prompt_name: str
-    matryoshka_dims: tuple[int, ...]
+    created: int
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Prompts by name: the model's own and those of the configuration, which win."""
+        return self.folder.prompts | self.settings.prompts
 
     def prompt(self, name: str | None) -> str:
         """Return the text of a prompt.
@@ -65,14 +64,18 @@ class Deployment:
         Raises:
             InvalidRequest: the model has no prompt of this name.
         """
-        name = self.default_prompt_name if name is None else name
-        if name == "document" and name not in self.prompts:
+        if name is None:
+            name = self.settings.default_prompt_name or self.folder.default_prompt_name
+            if not name:
+                return ""
+        prompts = self.prompts
+        if name == "document" and name not in prompts:
             name = "passage"
-        if name in self.prompts:
-            return self.prompts[name]
+        if name in prompts:
+            return prompts[name]
         if name in ("", "query", "passage"):
             return ""
-        known = ", ".join(sorted({*self.prompts, "query", "document"}))
+        known = ", ".join(sorted({*prompts, "query", "document"}))
         raise InvalidRequest(
             f"The model has no prompt '{name[:100]}'. Known: {known}.", param="prompt_name"
         )
@@ -82,11 +85,11 @@ class Deployment:
         engine, cost = self.engine, self.engine.policy.cost
         limits = engine.policy.limits
         return {
-            "id": self.model_name,
-            "aliases": list(self.aliases),
-            "version": self.version,
-            "source": self.source,
-            "revision": self.revision,
+            "id": self.config.name,
+            "aliases": self.config.aliases,
+            "version": self.settings.name,
+            "source": self.settings.source,
+            "revision": self.folder.revision,
             "state": engine.state,
             "dim": engine.model.dim,
             "max_length": self.tokenizer.max_length,
@@ -97,9 +100,9 @@ class Deployment:
             "buckets": engine.policy.edges,
             "max_batch_tokens": limits.max_batch_tokens,
             "max_batch_size": limits.max_batch_size,
-            "truncate": self.truncate,
+            "truncate": self.settings.truncate,
             "prompts": sorted(self.prompts),
-            "matryoshka_dims": list(self.matryoshka_dims),
+            "matryoshka_dims": self.settings.matryoshka_dims,
             "cost": {"c0": cost.c0, "c1": cost.c1, "c2": cost.c2, "c3": cost.c3},
             "queue": {
                 "sequences": engine.admission.sequences,
@@ -139,21 +142,8 @@ def deploy(
     if version.backend != "hash":
         check_golden(cast(CheckedModel, model), folder, cache)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
-    return Deployment(
-        model_name=model_config.name,
-        aliases=tuple(model_config.aliases),
-        version=version.name,
-        source=version.source,
-        revision=folder.revision,
-        created=int(time.time()),
-        tokenizer=tokenizer,
-        engine=engine,
-        metrics=engine_metrics,
-        truncate=version.truncate,
-        prompts=folder.prompts | version.prompts,
-        default_prompt_name=version.default_prompt_name or folder.default_prompt_name,
-        matryoshka_dims=tuple(version.matryoshka_dims),
-    )
+    created = int(time.time())
+    return Deployment(model_config, version, folder, tokenizer, engine, engine_metrics, created)
 
 
 def _measurement_key(folder: ModelFolder, model: Model) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Service:
             vectors=_finish(request.vectors, dim, normalize=call.normalize),
             prompt_tokens=prompt_tokens,
             n_truncated=n_truncated,
-            version=deployment.version,
+            version=deployment.settings.name,
             tokenize_s=tokenize_s,
             queue_s=max(0.0, request.first_start - request.arrival),
             inference_s=request.last_end - request.first_start,
@@ -237,7 +237,7 @@ class Service:
 
     async def _encode(self, call: EmbedCall, deployment: Deployment) -> Seq[Encoded]:
         tokenizer = deployment.tokenizer
-        truncate = call.truncate or deployment.truncate
+        truncate = call.truncate or deployment.settings.truncate
         if not isinstance(call.inputs[0], str):
             return [
                 tokenizer.from_ids(ids, truncate=truncate, index=index)
@@ -296,9 +296,9 @@ def _dimensions(asked: int | None, deployment: Deployment) -> int:
     dim = deployment.engine.model.dim
     if asked is None or asked == dim:
         return dim
-    if asked in deployment.matryoshka_dims and asked < dim:
+    if asked in deployment.settings.matryoshka_dims and asked < dim:
         return asked
-    allowed = ", ".join(map(str, sorted({*deployment.matryoshka_dims, dim})))
+    allowed = ", ".join(map(str, sorted({*deployment.settings.matryoshka_dims, dim})))
     raise InvalidRequest(
         f"This model does not support dimensions={asked}. Allowed: {allowed}.", param="dimensions"
     )

@@ -24,6 +24,7 @@ LAYERS = {
     "routing": 4,
     "tokenization": 4,
     "tuning": 4,
+    "calls": 4,
     "deployment": 5,
     "service": 6,
     "verification": 7,
