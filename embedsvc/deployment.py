@@ -80,6 +80,23 @@ class Deployment:
             f"The model has no prompt '{name[:100]}'. Known: {known}.", param="prompt_name"
         )
 
+    def dimensions(self, asked: int | None) -> int:
+        """Return the components of the vectors a request gets.
+
+        Raises:
+            InvalidRequest: the model was not trained for vectors of this size.
+        """
+        dim = self.engine.model.dim
+        if asked is None or asked == dim:
+            return dim
+        if asked in self.settings.matryoshka_dims and asked < dim:
+            return asked
+        allowed = ", ".join(map(str, sorted({*self.settings.matryoshka_dims, dim})))
+        raise InvalidRequest(
+            f"This model does not support dimensions={asked}. Allowed: {allowed}.",
+            param="dimensions",
+        )
+
     def info(self) -> dict[str, Any]:
         """Return what a user may want to know, in plain JSON types."""
         engine, cost = self.engine, self.engine.policy.cost

@@ -21,7 +21,6 @@ from embedsvc.deployment import Deployment, deploy
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.sequence import Priority, Request, Sequence
 from embedsvc.errors import (
-    InferenceFailed,
     InvalidRequest,
     ModelNotFound,
     NotReady,
@@ -30,9 +29,9 @@ from embedsvc.errors import (
     TooManyTokens,
 )
 from embedsvc.metrics import Metrics
-from embedsvc.models.buffers import Vectors
 from embedsvc.models.host import usable_cores
 from embedsvc.tokenization import Encoded, Token, TokenizerPool
+from embedsvc.vectors import finish
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class Service:
         """
         deployment = self._deployment(call.model)
         self._check_count(len(call.inputs))
-        dim = _dimensions(call.dimensions, deployment)
+        dim = deployment.dimensions(call.dimensions)
         began = perf_counter()
         request, sequences, n_truncated = await self._admitted(call, deployment)
         tokenize_s = perf_counter() - began
@@ -124,7 +123,7 @@ class Service:
         prompt_tokens = sum(sequence.length for sequence in sequences)
         await _settled(deployment, request, sequences)
         return Embedded(
-            vectors=_finish(request.vectors, dim, normalize=call.normalize),
+            vectors=finish(request.vectors, dim, normalize=call.normalize),
             prompt_tokens=prompt_tokens,
             n_truncated=n_truncated,
             version=deployment.settings.name,
@@ -208,10 +207,9 @@ class Service:
         if priority is None:
             priority = Priority.INTERACTIVE if n <= INTERACTIVE_INPUTS else Priority.BULK
         estimate = _estimate_tokens(call.inputs, deployment.tokenizer.max_length)
+        deadline = monotonic() + self._time_s(call, engine.own_s(n, estimate))
         try:
-            engine.admission.reserve(
-                n, estimate, bulk=priority is Priority.BULK, drain_s=engine.queue_s
-            )
+            engine.admit(n, estimate, priority, deadline - monotonic())
         except Overloaded:
             deployment.metrics.texts["rejected"].inc(n)
             raise
@@ -219,7 +217,8 @@ class Service:
             encoded = await self._encode(call, deployment)
             tokens = sum(len(e.ids) for e in encoded)
             self._check_tokens(tokens)
-            request, sequences = self._request(call, deployment, encoded, priority)
+            self._check_time(call, engine.own_s(n, tokens))
+            request, sequences = _request(deployment, encoded, priority, deadline)
         except BaseException:
             engine.admission.release(n, estimate)
             raise
@@ -251,28 +250,34 @@ class Service:
             add_special_tokens=call.add_special_tokens,
         )
 
-    def _request(
-        self, call: EmbedCall, deployment: Deployment, encoded: Seq[Encoded], priority: Priority
-    ) -> tuple[Request, list[Sequence]]:
-        now = monotonic()
-        cost = deployment.engine.policy.cost
+    def _time_s(self, call: EmbedCall, own_s: float) -> float:
+        """Return the seconds a call has, given its predicted seconds on the idle server."""
+        server = self.config.server
         if call.timeout_s is None:
-            own_s = sum(cost(1, len(e.ids)) for e in encoded)
-            timeout_s = max(self.config.server.timeout_s, OWN_TIME_FACTOR * own_s)
-        else:
-            stated_s = min(call.timeout_s, self.config.server.max_timeout_s)
-            timeout_s = DEADLINE_SHARE * stated_s - DEADLINE_RESERVE_S
-        request = Request(
-            vectors=np.empty((len(encoded), deployment.engine.model.dim), np.float32),
-            deadline=now + timeout_s,
-            arrival=now,
-            priority=priority,
-            settled=asyncio.get_running_loop().create_future(),
-        )
-        sequences = [
-            Sequence(request, row, e.ids, e.prompt_length) for row, e in enumerate(encoded)
-        ]
-        return request, sequences
+            return max(server.timeout_s, OWN_TIME_FACTOR * own_s)
+        return DEADLINE_SHARE * min(call.timeout_s, server.max_timeout_s) - DEADLINE_RESERVE_S
+
+    def _check_time(self, call: EmbedCall, own_s: float) -> None:
+        time_s = self._time_s(call, own_s)
+        if 0 < time_s < own_s:
+            raise InvalidRequest(
+                f"These texts take about {own_s:.1f} s on this idle server, {time_s:.1f} s are "
+                "allowed. Send fewer texts at once, or allow more time."
+            )
+
+
+def _request(
+    deployment: Deployment, encoded: Seq[Encoded], priority: Priority, deadline: float
+) -> tuple[Request, list[Sequence]]:
+    request = Request(
+        vectors=np.empty((len(encoded), deployment.engine.model.dim), np.float32),
+        deadline=deadline,
+        arrival=monotonic(),
+        priority=priority,
+        settled=asyncio.get_running_loop().create_future(),
+    )
+    sequences = [Sequence(request, row, e.ids, e.prompt_length) for row, e in enumerate(encoded)]
+    return request, sequences
 
 
 async def _settled(deployment: Deployment, request: Request, sequences: list[Sequence]) -> None:
@@ -290,30 +295,3 @@ async def _settled(deployment: Deployment, request: Request, sequences: list[Seq
 def _estimate_tokens(inputs: list[str] | list[list[int]], max_length: int) -> int:
     divisor = CHARACTERS_PER_TOKEN if isinstance(inputs[0], str) else 1
     return sum(min(max_length, 2 + len(one) // divisor) for one in inputs)
-
-
-def _dimensions(asked: int | None, deployment: Deployment) -> int:
-    dim = deployment.engine.model.dim
-    if asked is None or asked == dim:
-        return dim
-    if asked in deployment.settings.matryoshka_dims and asked < dim:
-        return asked
-    allowed = ", ".join(map(str, sorted({*deployment.settings.matryoshka_dims, dim})))
-    raise InvalidRequest(
-        f"This model does not support dimensions={asked}. Allowed: {allowed}.", param="dimensions"
-    )
-
-
-def _finish(vectors: Vectors, dim: int, *, normalize: bool) -> Vectors:
-    """Cut to `dim` components and, where asked, to unit length, in float32."""
-    if dim < vectors.shape[1]:
-        vectors = np.ascontiguousarray(vectors[:, :dim])
-    if not normalize:
-        return vectors
-    norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
-    if not norms.all():
-        raise InferenceFailed(
-            f"The model gave a zero vector for input[{int(np.argmin(norms))}].", param="input"
-        )
-    vectors /= norms[:, None]
-    return vectors

@@ -25,6 +25,7 @@ LAYERS = {
     "tokenization": 4,
     "tuning": 4,
     "calls": 4,
+    "vectors": 4,
     "deployment": 5,
     "service": 6,
     "verification": 7,

@@ -22,12 +22,13 @@ from embedsvc.engine.admission import Admission
 from embedsvc.engine.device import Device
 from embedsvc.engine.ledger import Ledger
 from embedsvc.engine.policy import Policy
-from embedsvc.engine.sequence import Batch, Request, Sequence
+from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 from embedsvc.errors import (
     ClientGone,
     InferenceFailed,
     InternalError,
     NotReady,
+    Overloaded,
     RequestError,
 )
 from embedsvc.metrics import VersionMetrics
@@ -38,6 +39,10 @@ log = logging.getLogger(__name__)
 
 # How long the scheduler thread waits for a slot before it looks into its inbox again.
 SLOT_WAIT_S = 1.0
+# A request is admitted while its predicted end is within this share of the time it has. Later
+# arrivals may overtake it, and predictions err. Simulated at four times the sustainable rate of
+# mixed lengths: 0.5 loses 0.4 % of the admitted to their deadline, 0.7 loses 10 %, 1.0 25 %.
+PROMISED_SHARE = 0.5
 
 State = Literal["starting", "ready", "stopping", "stopped", "failed"]
 # Rows of one request, a request whose rows must leave, or the order to stop.
@@ -68,7 +73,7 @@ class Engine:
         self._metrics = metrics
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._ledger = Ledger(admission, metrics, policy.cost, clock, self._inbox.put)
+        self._ledger = Ledger(admission, metrics, policy.price, clock, self._inbox.put)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         metrics.gauges_from(
             sequences=lambda: admission.sequences,
@@ -89,7 +94,35 @@ class Engine:
     @property
     def queue_s(self) -> float:
         """Predicted seconds until everything submitted now is done."""
-        return self._ledger.pending_s / self.device.slots
+        return sum(self._ledger.pending_s.values()) / self.device.slots
+
+    def own_s(self, rows: int, tokens: int) -> float:
+        """Return the predicted seconds of a request on the idle device."""
+        return rows * self.policy.price(-(-tokens // rows)) / self.device.slots
+
+    def admit(self, rows: int, tokens: int, priority: Priority, left_s: float) -> None:
+        """Reserve room for a request that is predicted to be done in time, all or nothing.
+
+        Args:
+            rows: texts of the request.
+            tokens: their tokens, estimated; `admission.adjust` corrects them once they are known.
+            priority: share class.
+            left_s: seconds until its deadline.
+
+        Raises:
+            Overloaded: a bound would be passed or the deadline would probably be missed.
+        """
+        slots = self.device.slots
+        own_s = self.own_s(rows, tokens)
+        finish_s = self._ledger.finish_s(own_s * slots, priority) / slots
+        late_s = finish_s - PROMISED_SHARE * left_s
+        if late_s > 0 and finish_s > own_s:
+            raise Overloaded(
+                f"The queue is too long: done in {finish_s:.1f} s, {left_s:.1f} s are left. "
+                "Retry after the time given, or allow more time.",
+                retry_after_s=max(1.0, late_s),
+            )
+        self.admission.reserve(rows, tokens, bulk=priority is Priority.BULK, drain_s=self.queue_s)
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from math import inf
 
 from embedsvc.engine.admission import Admission
-from embedsvc.engine.cost import CostModel
-from embedsvc.engine.sequence import Batch, Request, Sequence
+from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 from embedsvc.errors import ClientGone, DeadlineExceeded, InferenceFailed, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
 
@@ -23,7 +22,7 @@ class Ledger:
     Args:
         admission: where settled rows give their room back.
         metrics: counts how texts end.
-        cost: prices open rows.
+        price: predicted slot seconds of a row of some tokens, its share of a batch included.
         clock: monotonic seconds.
         on_dropped: told each request that ended with an error, so that its rows leave the queue.
     """
@@ -32,14 +31,15 @@ class Ledger:
         self,
         admission: Admission,
         metrics: VersionMetrics,
-        cost: CostModel,
+        price: Callable[[int], float],
         clock: Callable[[], float],
         on_dropped: Callable[[Request], None],
     ) -> None:
         self.admission = admission
-        self.pending_s = 0.0
+        self.pending_s = dict.fromkeys(Priority, 0.0)
+        self._n_open = dict.fromkeys(Priority, 0)
         self._metrics = metrics
-        self._cost = cost
+        self._price = price
         self._clock = clock
         self._on_dropped = on_dropped
         self._open: dict[Request, None] = {}
@@ -54,7 +54,8 @@ class Ledger:
         self._open[request] = None
         request.open_rows = len(sequences)
         request.open_tokens = sum(s.length for s in sequences)
-        self.pending_s += sum(self._cost.row(s.length) for s in sequences)
+        self._n_open[request.priority] += 1
+        self.pending_s[request.priority] += sum(self._price(s.length) for s in sequences)
         left = max(0.0, request.deadline - self._clock())
         request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
 
@@ -91,6 +92,7 @@ class Ledger:
         if request not in self._open:
             return
         del self._open[request]
+        self._n_open[request.priority] -= 1
         if request.timer is not None:
             request.timer.cancel()
         self._metrics.texts[_outcome(error)].inc(len(request.vectors))
@@ -98,12 +100,12 @@ class Ledger:
             request.abandoned = True
             self._on_dropped(request)
             mean_length = request.open_tokens // max(1, request.open_rows)
-            seconds = request.open_rows * self._cost.row(mean_length)
+            seconds = request.open_rows * self._price(mean_length)
             self._release(request, request.open_rows, request.open_tokens, seconds)
         if not request.settled.done():
             request.settled.set_result(error)
         if not self._open:
-            self.pending_s = 0.0
+            self.pending_s = dict.fromkeys(Priority, 0.0)
             self._emptied.set()
 
     def close_all(self, error: RequestError) -> None:
@@ -122,6 +124,20 @@ class Ledger:
             return False
         return True
 
+    def finish_s(self, own_s: float, priority: Priority) -> float:
+        """Return the predicted slot seconds until a new request would be done.
+
+        Bulk work waits for everything. Interactive work shares the device with the open bulk
+        requests by weight, so they take no more than their share before it is done.
+        """
+        interactive, bulk = Priority.INTERACTIVE, Priority.BULK
+        if priority is bulk:
+            return own_s + sum(self.pending_s.values())
+        ahead_s = own_s + self.pending_s[interactive]
+        weight = float(interactive) * (self._n_open[interactive] + 1)
+        bulk_share_s = ahead_s * float(bulk) * self._n_open[bulk] / weight
+        return ahead_s + min(self.pending_s[bulk], bulk_share_s)
+
     def oldest_s(self) -> float:
         """Return the age of the oldest request of which no row has been on the device."""
         for request in self._open:
@@ -130,7 +146,7 @@ class Ledger:
         return 0.0
 
     def _book(self, request: Request, sequence: Sequence, started: float, ended: float) -> None:
-        self._release(request, 1, sequence.length, self._cost.row(sequence.length))
+        self._release(request, 1, sequence.length, self._price(sequence.length))
         wait = self._metrics.queue[length_class(sequence.length)]
         wait.observe(started - request.arrival)
         request.first_start = min(request.first_start, started)
@@ -141,7 +157,8 @@ class Ledger:
     def _release(self, request: Request, rows: int, tokens: int, seconds: float) -> None:
         request.open_rows -= rows
         request.open_tokens -= tokens
-        self.pending_s = max(0.0, self.pending_s - seconds)
+        pending = self.pending_s[request.priority]
+        self.pending_s[request.priority] = max(0.0, pending - seconds)
         self.admission.release(rows, tokens)
 
     def _expire(self, request: Request) -> None:

@@ -15,6 +15,7 @@ and free rows are filled where riding is cheaper than a batch of their own.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
@@ -80,6 +81,10 @@ class Policy:
         widths = [padded_width(edge, limits.max_length) for edge in edges]
         self._width_cost = [cost.row(width) for width in widths]
         self._width_rows = [limits.rows(width) for width in widths]
+        self._prices = [
+            row_s + cost.c0 / rows
+            for row_s, rows in zip(self._width_cost, self._width_rows, strict=True)
+        ]
 
     @property
     def n_waiting(self) -> int:
@@ -90,6 +95,10 @@ class Policy:
     def waiting_tokens(self) -> int:
         """Tokens of the rows that wait."""
         return self._waiting.n_tokens
+
+    def price(self, length: int) -> float:
+        """Return the predicted slot seconds of a row, its share of a full batch included."""
+        return self._prices[bisect_left(self.edges, length)]
 
     # --- arrivals and departures ---------------------------------------------------------------
 

@@ -1,0 +1,32 @@
+"""What is done to a request's vectors after the model: dimensions and length. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embedsvc.errors import InferenceFailed
+from embedsvc.models.buffers import Vectors
+
+
+def finish(vectors: Vectors, dim: int, *, normalize: bool) -> Vectors:
+    """Keep the first `dim` components and, where asked, give every row unit length.
+
+    Args:
+        vectors: `(n, >= dim) float32`, changed in place where nothing is cut.
+        dim: components to keep.
+        normalize: whether rows get unit length, in float32.
+
+    Raises:
+        InferenceFailed: a row is all zeros, which has no direction.
+    """
+    if dim < vectors.shape[1]:
+        vectors = np.ascontiguousarray(vectors[:, :dim])
+    if not normalize:
+        return vectors
+    norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
+    if not norms.all():
+        raise InferenceFailed(
+            f"The model gave a zero vector for input[{int(np.argmin(norms))}].", param="input"
+        )
+    vectors /= norms[:, None]
+    return vectors
