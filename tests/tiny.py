@@ -20,20 +20,28 @@ from embedsvc.models.buffers import HostBuffer, Vectors
 from embedsvc.models.source import ModelFolder, load_tokenizer, resolve
 from embedsvc.models.torch import TorchModel
 
-WORDS = tuple(f"w{i}" for i in range(90))
+LETTERS = "abcdefghij"
+WORDS = tuple(first + second for first in LETTERS for second in LETTERS)
+# A leading space belongs to the token in byte-level vocabularies.
+SPACED = tuple(f"\u0120{word}" for word in WORDS)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+VOCABULARY = {token: i for i, token in enumerate((*SPECIALS, *WORDS, *SPACED, *LETTERS, "\u0120"))}
 HIDDEN = 32
 MAX_LENGTH = 48
 
-_SIZES = {
-    "vocab_size": len(SPECIALS) + len(WORDS),
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "pad_token_id": 1,
 }
-_ENCODER = {**_SIZES, "intermediate_size": 64, "max_position_embeddings": MAX_LENGTH + 2}
-_DECODER = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 8}
+_ENCODER: dict[str, Any] = {
+    **_SIZES,
+    "intermediate_size": 64,
+    "max_position_embeddings": MAX_LENGTH + 2,
+}
+_DECODER: dict[str, Any] = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 8}
 
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "bert": transformers.BertConfig(**_ENCODER),
@@ -46,7 +54,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     ),
     # A window of 8 tokens, so that padding lies outside every window of a short row.
     "modernbert": transformers.ModernBertConfig(
-        **_ENCODER, local_attention=8, global_attn_every_n_layers=2,
+        **_ENCODER, local_attention=8, layer_types=["full_attention", "sliding_attention"],
         bos_token_id=0, cls_token_id=0, eos_token_id=2, sep_token_id=2,
     ),
     "qwen2": transformers.Qwen2Config(**_ENCODER, num_key_value_heads=2),
@@ -67,27 +75,38 @@ def texts(lengths: Sequence[int], seed: int = 0) -> list[str]:
     return [" ".join(rng.choice(WORDS, n)) for n in lengths]
 
 
-def save_transformer(path: Path, architecture: str) -> Path:
-    """Save random weights and a word tokenizer as a plain transformers folder."""
+def network(architecture: str, *, std: float = 0.2) -> transformers.PreTrainedModel:
+    """Return a random transformer; the usual initial weights would make all vectors alike.
+
+    Args:
+        architecture: a key of `CONFIGS`.
+        std: spread of the weights of its layers; the larger, the wilder the attention.
+    """
     torch.manual_seed(0)
-    network = transformers.AutoModel.from_config(CONFIGS[architecture]).eval()
-    # Initial weights are so small that every vector would look alike.
-    for parameter in network.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    network.save_pretrained(path)
+    built: transformers.PreTrainedModel = transformers.AutoModel.from_config(CONFIGS[architecture])  # type: ignore[no-untyped-call]
+    for name, parameter in built.named_parameters():
+        norm = parameter.ndim == 1 and name.endswith("weight")
+        spread = 1.0 if "embed" in name or "wte" in name else std
+        nn.init.normal_(parameter, mean=float(norm), std=spread)
+    built.eval()  # type: ignore[no-untyped-call]
+    built.requires_grad_(False)
+    return built
+
+
+def save_transformer(path: Path, architecture: str, *, std: float = 0.2) -> Path:
+    """Save random weights and a word tokenizer as a plain transformers folder."""
+    network(architecture, std=std).save_pretrained(path)
     _tokenizer(decoder=architecture in DECODERS).save_pretrained(path)
     return path
 
 
 def save_folder(
-    path: Path, architecture: str, pooling: str, *more: nn.Module
+    path: Path, architecture: str, pooling: Pooling, *more: nn.Module
 ) -> SentenceTransformer:
-    """Save a sentence-transformers folder of one Transformer, a Pooling and `more`."""
+    """Save `path / "folder"`: a Transformer with random weights, a Pooling and `more`."""
     plain = save_transformer(path / "plain", architecture)
     transformer = Transformer(str(plain), max_seq_length=MAX_LENGTH)
-    reference = SentenceTransformer(
-        modules=[transformer, Pooling(HIDDEN, pooling), *more], device="cpu"
-    )
+    reference = SentenceTransformer(modules=[transformer, pooling, *more], device="cpu")
     reference.save(str(path / "folder"), create_model_card=False)
     return reference
 
@@ -120,16 +139,28 @@ def embed_ids(
 
 
 def _tokenizer(*, decoder: bool) -> transformers.PreTrainedTokenizerFast:
-    vocabulary = {word: i for i, word in enumerate((*SPECIALS, *WORDS))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.normalizer = normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend = _byte_level() if decoder else _word_level()
     backend.post_processor = processors.TemplateProcessing(
         single="$A </s>" if decoder else "<s> $A </s>",
         special_tokens=[("<s>", 0), ("</s>", 2)],
     )
-    return transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         unk_token="<unk>", cls_token="<s>", sep_token="</s>", model_max_length=MAX_LENGTH,
         padding_side="left" if decoder else "right",
     )  # fmt: skip
+
+
+def _word_level() -> Tokenizer:
+    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
+
+
+def _byte_level() -> Tokenizer:
+    """Return the kind that transformers insists on for Qwen."""
+    merges = [(word[0], word[1]) for word in WORDS] + [("\u0120", word) for word in WORDS]
+    backend = Tokenizer(models.BPE(VOCABULARY, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return backend

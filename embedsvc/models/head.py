@@ -119,7 +119,9 @@ def load_dense(folder: Path, config: Mapping[str, Any]) -> Dense:
         if name not in (None, "sentence_embedding"):
             raise ModelError(f"{folder}: Dense with {end} `{name}` is not supported")
     activation = _activation(config.get("activation_function", "torch.nn.Tanh"), folder)
-    n_in, n_out = int(config["in_features"]), int(config["out_features"])
+    n_in, n_out = config.get("in_features"), config.get("out_features")
+    if not isinstance(n_in, int) or not isinstance(n_out, int):
+        raise ModelError(f"{folder}: config.json lacks in_features or out_features")
     parts = nn.ModuleDict({"linear": nn.Linear(n_in, n_out, bias=bool(config.get("bias", True)))})
     if config.get("use_residual") and n_in != n_out:
         parts["residual"] = nn.Linear(n_in, n_out, bias=False)
@@ -144,7 +146,7 @@ def _load_weights(module: nn.Module, folder: Path) -> None:
 
 
 # Classes without arguments that Dense may name. A fixed table: a name is never imported.
-_ACTIVATIONS: dict[str, type[nn.Module]] = {
+ACTIVATIONS: dict[str, type[nn.Module]] = {
     activation.__name__: activation
     for activation in (
         nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity,
@@ -158,9 +160,8 @@ def _activation(name: str | None, folder: Path) -> nn.Module:
     if name is None:
         return nn.Identity()
     package, _, last = name.rpartition(".")
-    if last not in _ACTIVATIONS or not package.startswith("torch.nn"):
+    if last not in ACTIVATIONS or not package.startswith("torch.nn"):
         raise ModelError(
-            f"{folder}: unknown activation `{name}`; of torch.nn are known "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"{folder}: unknown activation `{name}`; of torch.nn are known {', '.join(ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[last]()
+    return ACTIVATIONS[last]()

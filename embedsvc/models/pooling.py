@@ -68,8 +68,8 @@ def read_pooling(config: Mapping[str, Any], where: str = "Pooling") -> Pooling:
         chosen = [mode for key, mode in _OLD_SPELLING.items() if config.get(key)]
         modes = tuple(chosen) or ("mean",)
     else:
-        modes = (named,) if isinstance(named, str) else tuple(named)
-    unknown = [mode for mode in modes if mode not in MODES]
+        modes = tuple(named) if isinstance(named, list | tuple) else (named,)
+    unknown = [mode for mode in modes if mode not in list(MODES)]
     if unknown or not modes:
         raise ModelError(
             f"{where}: unknown pooling {', '.join(map(str, unknown)) or '(none)'}; "

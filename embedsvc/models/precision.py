@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from embedsvc.models.host import native_bf16
+
 
 def lower(network: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Round the linear layers of `network` in place; run it under autocast of the same dtype.
@@ -30,8 +32,7 @@ def lower(network: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         dtype: bfloat16 or float16.
         device: where it runs; blocked weights are for bfloat16 on a CPU.
     """
-    onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    if onednn and device.type == "cpu" and dtype == torch.bfloat16:
+    if device.type == "cpu" and dtype == torch.bfloat16 and _blocked_weights_work():
         # The fused module attends as `sdpa` does; under another setting masks look different.
         if getattr(network.config, "_attn_implementation", "") == "sdpa":
             _fuse_attention(network)
@@ -40,6 +41,10 @@ def lower(network: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     for module in network.modules():
         if isinstance(module, nn.Linear | Conv1D):
             module.to(dtype)
+
+
+def _blocked_weights_work() -> bool:
+    return native_bf16() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 class BlockedLinear(nn.Module):

@@ -45,12 +45,15 @@ _THREAD = threading.local()
 def prepare_thread(threads: int) -> None:
     """Make the calling device thread ready for `forward`: its CPU threads, and inference mode.
 
-    Both hold for this thread alone and until it ends. Threads that never call it keep the
-    process's defaults.
+    Both hold for this thread alone and until it ends. (A thread that starts later and never calls
+    it takes the number of threads set last.)
 
     Args:
         threads: CPU threads one batch on this thread may use.
     """
+    # A thread's first use of torch sets its number to the last one set anywhere; reading the
+    # number is such a use, so that what is set after it stays.
+    torch.get_num_threads()
     torch.set_num_threads(threads)
     if not torch.is_inference_mode_enabled():
         # The mode ends when the guard is freed, so the thread's own storage keeps it.
