@@ -17,10 +17,12 @@ _GROWTH = 4
 _WINDOW = 4_096
 # White space at which a text may be cut, if the tokenizer allows it.
 _WHITE = " \n\r\t"
-# How a byte-level vocabulary spells those, and bytes of letters and digits in front of them.
-# Source: GPT-2's table: printable Latin-1 stands for itself, the rest for U+0100 onwards, in order.
-_BYTE_LEVEL_WHITE = "\u0120\u010a\u010d\u0109"
-_BYTE_LEVEL_WORD = "[0-9A-Za-z\u00a1-\u00ac\u00ae-\u00ff\u0122-\u0143]"
+# How byte-level vocabularies spell bytes. Source: GPT-2's table: printable Latin-1 stands for
+# itself, the other bytes for U+0100 onwards, in order.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_SPELLED_BYTES = {
+    0x100 + place: byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
 # Pre-tokenizers whose pieces depend on their own characters and the next, not on a count from the
 # start of the text.
 _LOCAL_PRE_TOKENIZERS = frozenset(
@@ -146,13 +148,13 @@ def _kinds(step: dict[str, Any] | None) -> list[str]:
 
 
 def _spans(serialized: dict[str, Any], white: str) -> bool:
-    """Whether any token has this white space after a letter or digit."""
+    """Whether any token has this white space after a letter, a digit, or part of a character."""
     vocab = serialized["model"]["vocab"]
-    pieces = [p for p, _ in vocab] if isinstance(vocab, list) else list(vocab)
-    added = [token["content"] for token in serialized["added_tokens"] if not token["special"]]
-    spelled = re.escape(white) + ("\u2581" if white == " " else "")
-    pattern = rf"[^\W_][{spelled}]"
+    pieces = "\0".join(piece for piece, _ in vocab) if isinstance(vocab, list) else "\0".join(vocab)
     if "ByteLevel" in {*_kinds(serialized["pre_tokenizer"]), *_kinds(serialized["normalizer"])}:
-        byte = _BYTE_LEVEL_WHITE[_WHITE.index(white)]
-        pattern += rf"|{_BYTE_LEVEL_WORD}{byte}"
-    return re.search(pattern, "\0".join([*pieces, *added])) is not None
+        bytes_of_pieces = pieces.translate(_SPELLED_BYTES).encode("latin-1", "replace")
+        pieces = bytes_of_pieces.decode("utf-8", "replace")
+    else:
+        pieces = pieces.replace("\u2581", " ")
+    added = "\0".join(t["content"] for t in serialized["added_tokens"] if not t["special"])
+    return re.search(rf"(?:[^\W_]|\ufffd){white}", f"{pieces}\0{added}") is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 
 from embedsvc.config import Truncation
@@ -50,29 +51,32 @@ class TokenizerPool:
             InvalidRequest: as `Tokenizer.encode`; of several errors, that of the first text.
             NotReady: the pool is closed.
         """
-
-        def encode(part: Sequence[str], first_index: int) -> list[Encoded]:
-            return tokenizer.encode(
-                part,
-                truncate=truncate,
-                prompt=prompt,
-                add_special_tokens=add_special_tokens,
-                first_index=first_index,
-            )
-
+        encode = partial(
+            tokenizer.encode,
+            truncate=truncate,
+            prompt=prompt,
+            add_special_tokens=add_special_tokens,
+        )
         if sum(map(_weight, texts)) <= INLINE_CHARACTERS:
-            return encode(texts, 0)
-        loop = asyncio.get_running_loop()
+            return encode(texts)
         encoded: list[Encoded] = []
         parts = _parts(texts)
         while wave := list(islice(parts, self._n_threads)):
-            if self._closed:
-                raise NotReady("The server is stopping.", retry_after_s=5)
-            work = [loop.run_in_executor(self._executor, encode, *part) for part in wave]
-            for result in await asyncio.gather(*work, return_exceptions=True):
-                if isinstance(result, BaseException):
-                    raise result
-                encoded += result
+            encoded += await self._run([partial(encode, p, first_index=i) for p, i in wave])
+        return encoded
+
+    async def _run(self, work: list[Callable[[], list[Encoded]]]) -> list[Encoded]:
+        """Run one piece of work a thread and join the results in order."""
+        if self._closed:
+            raise NotReady("The server is stopping.", retry_after_s=5)
+        loop = asyncio.get_running_loop()
+        futures = [loop.run_in_executor(self._executor, one) for one in work]
+        encoded: list[Encoded] = []
+        # Waits for all before it tells of one, so that the first error in order is told.
+        for result in await asyncio.gather(*futures, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            encoded += result
         return encoded
 
     def close(self) -> None:

@@ -153,7 +153,7 @@ class Tokenizer:
         for number, places, added in found:
             name = self._plain.special.get(number)
             start, stop = (origins[x] if x < len(origins) else x + shift for x in places)
-            shown = name or whole[start:stop]
+            shown = name or whole[start:stop] or self._plain.tokenizer.id_to_token(number) or ""
             special = name is not None
             tokens.append(
                 Token(number, shown, True, None, None)

@@ -31,7 +31,7 @@ class Token:
 
     Attributes:
         id: in the vocabulary.
-        text: the characters it stands for; its name if it is special.
+        text: the characters it stands for; its name if it is special or stands for none.
         special: whether it is a special token.
         start: its first character in prompt and text put together; None if the tokenizer added it.
         stop: the character after its last.
