@@ -92,7 +92,11 @@ class TorchModel:
         self._folder = folder
         self._pooling_name = pooling
         self._cache = Cache(cache_dir)
+        self._device = torch.device("cpu")
         self._compute_dtype = torch.float32
+        self._network: Any = nn.Identity()
+        self._head = nn.Sequential()
+        self._masked = True
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -117,11 +121,12 @@ class TorchModel:
         self.device = str(self._device)
         dtype = choose_dtype(self.dtype, self._device)
         self._network = load_transformer(self._folder.transformer_path).to(self._device)
-        self._pooling, head = read_head(self._folder, self._pooling_name, self._network.config)
+        config = self._network.config
+        self._masked = not is_causal(config)
+        self._pooling, head = read_head(self._folder, self._pooling_name, config)
         self._head = head.to(self._device)
-        self.dim = output_dim(self._network.config.hidden_size, self._pooling, head, self._folder)
-        self.pad_id = pad_id(self._network.config)
-        self._masked = not is_causal(self._network.config)
+        self.dim = output_dim(self._hidden_size(), self._pooling, head, self._folder)
+        self.pad_id = pad_id(config)
         self.dtype = "float32"
         if dtype != torch.float32:
             self._lower(dtype)
@@ -145,7 +150,7 @@ class TorchModel:
 
     def close(self) -> None:
         """Free the weights; `forward` must not be called any more."""
-        self._network, self._head = nn.Identity(), nn.Sequential()
+        self._network = nn.Identity()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -155,6 +160,18 @@ class TorchModel:
                 f"max_length {self.max_length} is more than the {self._folder.position_limit:.0f} "
                 f"positions of {self._folder.source}; set a smaller max_length"
             )
+
+    def _hidden_size(self) -> int:
+        """Return the components of a token vector, by computing one."""
+        one = torch.ones(1, 1, dtype=torch.long, device=self._device)
+        try:
+            with torch.inference_mode():
+                return int(self._hidden(one, one[0], padded=False).shape[-1])
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self._folder.source}: {self._network.config.model_type} does not turn tokens "
+                f"into vectors: {error}"
+            ) from error
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

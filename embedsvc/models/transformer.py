@@ -6,6 +6,7 @@ Only architectures that transformers itself knows, only safetensors, no code of 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def _quiet_transformers() -> None:
     """Progress bars only for people; what it says about unused weights is checked by ourselves."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def _check_architecture(path: Path, config: Any) -> None:
@@ -74,7 +76,7 @@ def _without_pooler(config: Any) -> dict[str, bool]:
 def pad_id(config: Any) -> int:
     """Return the id that fills the tail of a row: the model's own, or any where it has none."""
     own = getattr(config, "pad_token_id", None)
-    return own if isinstance(own, int) and 0 <= own < config.vocab_size else 0
+    return own if isinstance(own, int) and 0 <= own < getattr(config, "vocab_size", 0) else 0
 
 
 def is_causal(config: Any) -> bool:
