@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from embedsvc.errors import InferenceFailed
@@ -23,10 +25,12 @@ def finish(vectors: Vectors, dim: int, *, normalize: bool) -> Vectors:
         vectors = np.ascontiguousarray(vectors[:, :dim])
     if not normalize:
         return vectors
-    norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
-    if not norms.all():
-        raise InferenceFailed(
-            f"The model gave a zero vector for input[{int(np.argmin(norms))}].", param="input"
-        )
-    vectors /= norms[:, None]
+    # Row by row, so that a vector has the same bits whatever else is in its request.
+    for index, row in enumerate(vectors):
+        norm = math.sqrt(row.dot(row))
+        if norm == 0.0:
+            raise InferenceFailed(
+                f"The model gave a zero vector for input[{index}].", param="input"
+            )
+        row /= norm
     return vectors

@@ -1,0 +1,60 @@
+"""Predicted end of a new request beside open ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from embedsvc.engine.sequence import Priority
+from embedsvc.errors import Overloaded
+from tests.fakes import GateModel, make_policy, make_rig
+
+INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
+
+
+async def test_a_request_that_would_end_late_is_refused_with_a_time() -> None:
+    """Admission compares the predicted end with the deadline; the refused hear when to return."""
+    model = GateModel()
+    rig = make_rig(model)
+    held = rig.send([100] * 200)
+    queue_s = rig.engine.queue_s
+
+    with pytest.raises(Overloaded) as refusal:
+        rig.engine.admit(1, 10, INTERACTIVE, left_s=queue_s)
+    rig.engine.admit(1, 10, INTERACTIVE, left_s=3 * queue_s)
+
+    assert refusal.value.retry_after_s == pytest.approx(max(1.0, queue_s / 2), rel=0.1)
+    rig.engine.admission.release(1, 10)
+    rig.engine.abandon(held)
+    model.open(10)
+    await asyncio.wait_for(rig.close(), 10)
+    assert rig.idle
+
+
+async def test_a_query_is_not_priced_as_if_an_upload_went_first() -> None:
+    """Interactive work waits for its share only; bulk work waits for everything."""
+    model = GateModel()
+    rig = make_rig(model, policy=make_policy(max_batch_size=8))
+    upload = rig.send([100] * 1000, priority=BULK)
+    queue_s = rig.engine.queue_s
+
+    rig.engine.admit(1, 100, INTERACTIVE, left_s=queue_s / 10)
+    with pytest.raises(Overloaded):
+        rig.engine.admit(1, 100, BULK, left_s=queue_s / 10)
+
+    rig.engine.admission.release(1, 100)
+    rig.engine.abandon(upload)
+    model.open(10)
+    await rig.close()
+    assert rig.idle
+
+
+async def test_an_idle_engine_admits_whatever_the_deadline() -> None:
+    """On an idle server the prediction is no reason to refuse."""
+    rig = make_rig()
+
+    rig.engine.admit(1000, 100_000, INTERACTIVE, left_s=0.001)
+
+    rig.engine.admission.release(1000, 100_000)
+    await rig.close()
