@@ -556,9 +556,9 @@ def test_no_threads_but_the_callers_are_used() -> None:
         "import os\n"
         "from embedsvc.models.source import resolve\n"
         "from embedsvc.tokenization import Tokenizer\n"
-        f"tokenizer = Tokenizer(resolve({MINILM!r}), 64)\n"
+        f"folder = resolve({MINILM!r})\n"
         "before = len(os.listdir('/proc/self/task'))\n"
-        "tokenizer.encode(['some words'] * 5000, truncate='END')\n"
+        "Tokenizer(folder, 64).encode(['some words'] * 5000, truncate='END')\n"
         "print(len(os.listdir('/proc/self/task')) - before)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}

@@ -209,9 +209,11 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str], source: str)
 
 
 def _hub_advice(source: str, error: Exception) -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -228,6 +230,11 @@ def _hub_advice(source: str, error: Exception) -> str:
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r} on the Hub"
+    if isinstance(error.__cause__, OfflineModeIsEnabled):
+        return (
+            f"HF_HUB_OFFLINE is set, and {source} is not in the Hub's cache ({HF_HUB_CACHE}); "
+            "unset it to download, copy the cache of another machine, or give a folder"
+        )
     first_line = str(error).strip().partition("\n")[0]
     return (
         f"{source} could not be fetched from the Hub ({type(error).__name__}: {first_line}); check "
