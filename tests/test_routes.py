@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
+from embedsvc.metrics import Metrics
 from embedsvc.service import State
 from tests.http_fakes import MODEL, URL, FakeService, app_of, client_of, counted, error_of
 
@@ -103,6 +105,22 @@ async def test_the_lifespan_starts_and_stops_the_service() -> None:
 
     assert inside == {"state": "ready"}
     assert service.info() == {"state": "stopping"}
+
+
+async def test_the_lag_of_the_event_loop_is_sampled(service: FakeService) -> None:
+    """As long as the app lives, its metric is kept fresh."""
+    sampled = asyncio.Event()
+
+    class HeardMetrics(Metrics):
+        def loop_lag(self, seconds: float) -> None:
+            super().loop_lag(seconds)
+            sampled.set()
+
+    service.metrics = HeardMetrics()
+    async with app_of(service).lifespan():
+        await sampled.wait()
+
+    assert b"embedsvc_event_loop_lag_seconds" in service.metrics.render()
 
 
 async def test_two_apps_share_nothing() -> None:

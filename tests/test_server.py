@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -274,7 +275,7 @@ async def test_a_closed_connection_cancels_its_call(
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_large_reply_harms_nobody(
-    connect: Connect, service: FakeService
+    connect: Connect, service: FakeService, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Others are answered, and nothing is logged as an error."""
     service.dim = 100_000
@@ -287,6 +288,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_large_reply_harms_nobody(
     other.send(post())
 
     assert (await other.reply()).status == 200
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -85,12 +85,12 @@ class Server(uvicorn.Server):
             yield
 
     def _on_signal(self, number: int) -> None:
-        log.info("%s: finishing what is in flight", signal.Signals(number).name)
         loop = asyncio.get_running_loop()
         for each in SIGNALS:
             loop.remove_signal_handler(each)
             # Even a loop that hangs is ended by the second signal.
             signal.signal(each, signal.SIG_DFL)
+        log.info("%s: finishing what is in flight", signal.Signals(number).name)
         if self._service.state == "loading":
             _exit_now()
         self._app.state.draining = True
