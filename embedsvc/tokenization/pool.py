@@ -57,10 +57,11 @@ class TokenizerPool:
             prompt=prompt,
             add_special_tokens=add_special_tokens,
         )
-        if sum(map(_weight, texts)) <= INLINE_CHARACTERS:
+        weights = [_weight(text) + len(prompt) for text in texts]
+        if sum(weights) <= INLINE_CHARACTERS:
             return encode(texts)
         encoded: list[Encoded] = []
-        parts = _parts(texts)
+        parts = _parts(texts, weights)
         while wave := list(islice(parts, self._n_threads)):
             encoded += await self._run([partial(encode, p, first_index=i) for p, i in wave])
         return encoded
@@ -90,11 +91,11 @@ def _weight(text: str) -> int:
     return CHARACTERS_OF_A_TEXT + (len(text) if isinstance(text, str) else 0)
 
 
-def _parts(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+def _parts(texts: Sequence[str], weights: list[int]) -> Iterator[tuple[Sequence[str], int]]:
     """Split texts into runs of about `CHUNK_CHARACTERS`, each with the index of its first text."""
-    first = weight = 0
-    for index, text in enumerate(texts):
-        weight += _weight(text)
-        if weight >= CHUNK_CHARACTERS or index == len(texts) - 1:
-            yield texts[first : index + 1], first
-            first, weight = index + 1, 0
+    first = total = 0
+    for last, weight in enumerate(weights, 1):
+        total += weight
+        if total >= CHUNK_CHARACTERS or last == len(texts):
+            yield texts[first:last], first
+            first, total = last, 0
