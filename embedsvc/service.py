@@ -41,6 +41,8 @@ INTERACTIVE_INPUTS = 32
 DEADLINE_SHARE, DEADLINE_RESERVE_S = 0.95, 0.05
 # A request that states no deadline gets at least this many times its own predicted time.
 OWN_TIME_FACTOR = 3.0
+# At most one line about refusals in this time.
+REFUSAL_LOG_S = 1.0
 # Estimate used before tokenization.
 CHARACTERS_PER_TOKEN = 4
 
@@ -61,6 +63,7 @@ class Service:
         self._devices = Devices(config)
         self._tokenizers = TokenizerPool(max(1, min(4, usable_cores())))
         self._phase: State = "loading"
+        self._refused = 0
 
     # --- life cycle ------------------------------------------------------------------------------
 
@@ -212,6 +215,7 @@ class Service:
             engine.admit(n, estimate, priority, deadline - monotonic())
         except Overloaded:
             deployment.metrics.texts["rejected"].inc(n)
+            self._note_refusal(engine.queue_s)
             raise
         try:
             encoded = await self._encode(call, deployment)
@@ -224,6 +228,16 @@ class Service:
             raise
         engine.admission.adjust(tokens - estimate)
         return request, sequences, sum(e.truncated for e in encoded)
+
+    def _note_refusal(self, queue_s: float) -> None:
+        """Log refusals once a second: an overloaded server has no time for a line each."""
+        if self._refused == 0:
+            asyncio.get_running_loop().call_later(REFUSAL_LOG_S, self._log_refusals, queue_s)
+        self._refused += 1
+
+    def _log_refusals(self, queue_s: float) -> None:
+        log.warning("requests refused n=%d queue_s=%.1f", self._refused, queue_s)
+        self._refused = 0
 
     def _check_tokens(self, tokens: int) -> None:
         most = self.config.server.max_request_tokens

@@ -182,6 +182,35 @@ async def test_a_full_queue_refuses(cache: Path) -> None:
     await service.stop()
 
 
+async def test_refusals_are_logged_once_not_each(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An overloaded server writes one line for many refusals."""
+    service = Service(make_config(cache, batching=BatchingConfig(max_queue_sequences=1)))
+    await service.start()
+    for _ in range(50):
+        with pytest.raises(Overloaded):
+            await service.embed(EmbedCall(NAME, ["a", "b"]))
+
+    service._log_refusals(0.0)
+
+    assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
+        "requests refused n=50 queue_s=0.0"
+    ]
+    await service.stop()
+
+
+async def test_what_an_idle_server_cannot_do_in_time_is_a_bad_request(cache: Path) -> None:
+    """A client that sends more than its own deadline allows is told so at once."""
+    service = Service(make_config(cache))
+    await service.start()
+
+    with pytest.raises(InvalidRequest, match="on this idle server"):
+        service._check_time(EmbedCall(NAME, ["a"], timeout_s=1.0), own_s=5.0)
+
+    await service.stop()
+
+
 async def test_a_cancelled_call_leaves_nothing_behind(service: Service) -> None:
     """A client that goes away frees its place, at whatever moment."""
     calls = [
