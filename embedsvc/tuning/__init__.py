@@ -1,0 +1,1 @@
+"""Tuning: what lengths arrive, which bucket edges suit them, and what a configuration would do."""

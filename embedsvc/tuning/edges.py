@@ -1,0 +1,130 @@
+"""The best bucket edges for a distribution of lengths and a cost model.
+
+Knows nothing of queues or threads; pure functions on arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from embedsvc.engine.cost import CostModel
+from embedsvc.engine.policy import WIDTH_STEP, Limits
+from embedsvc.tuning.histogram import Counts
+
+MAX_EDGES = 32
+# Longer models have more multiples of 8 than can be tried; the long tail is sampled.
+MAX_CANDIDATES = 256
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Traffic:
+    """What the edges are for.
+
+    Attributes:
+        counts: `(max_length + 1,)` weight of each length.
+        rate: texts per second; `inf` where every bucket always fills.
+        window_s: how long rows of a bucket gather before they leave, in seconds.
+        static_shapes: batches are padded to the edge, not to their longest row.
+    """
+
+    counts: Counts
+    rate: float = float("inf")
+    window_s: float = 0.1
+    static_shapes: bool = False
+
+
+def candidates(max_length: int) -> list[int]:
+    """Return the possible edges: multiples of 8 up to the maximum, the tail sampled where many."""
+    steps = range(WIDTH_STEP, max_length, WIDTH_STEP)
+    if len(steps) < MAX_CANDIDATES:
+        return [*steps, max_length]
+    fine = MAX_CANDIDATES // 2
+    tail = np.geomspace(steps[fine], max_length, MAX_CANDIDATES - fine)
+    return sorted({*steps[:fine], *(int(x) // WIDTH_STEP * WIDTH_STEP for x in tail), max_length})
+
+
+def best_edges(
+    traffic: Traffic, cost: CostModel, limits: Limits, max_edges: int = MAX_EDGES
+) -> list[int]:
+    """Return the edges of least predicted cost, at most `max_edges`, the maximum the last.
+
+    Where one more edge saves nothing, it is left out. O(max_edges · m²) for m candidates.
+
+    Source: optimal one-dimensional partition by dynamic programming, as W. D. Fisher, "On grouping
+    for maximum homogeneity", JASA 1958.
+    """
+    tops = candidates(limits.max_length)
+    prices = bucket_prices(traffic, cost, limits, tops)
+    m = len(tops)
+    best = np.full((max_edges + 1, m + 1), np.inf)
+    best[0, 0] = 0.0
+    origin = np.zeros((max_edges + 1, m + 1), int)
+    for k in range(1, max_edges + 1):
+        totals = best[k - 1, :m, None] + prices
+        origin[k, 1:] = totals.argmin(axis=0)
+        best[k, 1:] = totals.min(axis=0)
+    k = int(best[:, m].argmin())
+    edges, j = [], m
+    while j > 0:
+        edges.append(tops[j - 1])
+        j, k = int(origin[k, j]), k - 1
+    return edges[::-1]
+
+
+def predicted_cost(
+    edges: Sequence[int], traffic: Traffic, cost: CostModel, limits: Limits
+) -> float:
+    """Return the predicted slot seconds of all texts of the traffic with these edges."""
+    prices = bucket_prices(traffic, cost, limits, list(edges))
+    return float(np.trace(prices))
+
+
+def bucket_prices(traffic: Traffic, cost: CostModel, limits: Limits, tops: Sequence[int]) -> Floats:
+    """Return `(m, m)`: slot seconds of one bucket from after candidate i-1 up to candidate j.
+
+    Entry (i, j) is infinite for i > j. A bucket holds `b` rows when it goes: what its limits allow,
+    or what arrives in the window. It is priced at the longest of `b` rows drawn from it (or at its
+    edge), and pays a batch for every `b` rows: a bucket that cannot fill is dear.
+    """
+    m = len(tops)
+    prices = np.full((m, m), np.inf)
+    bounds = [0, *tops]
+    for i in range(m):
+        for j in range(i, m):
+            counts = traffic.counts[bounds[i] + 1 : tops[j] + 1]
+            total = float(counts.sum())
+            prices[i, j] = (
+                total * _row_price(counts, total, bounds[i], tops[j], traffic, cost, limits)
+                if total > 0
+                else 0.0
+            )
+    return prices
+
+
+def _row_price(
+    counts: Counts,
+    total: float,
+    below: int,
+    top: int,
+    traffic: Traffic,
+    cost: CostModel,
+    limits: Limits,
+) -> float:
+    """Return the predicted slot seconds of one row of a bucket `(below, top]`."""
+    share = total / float(traffic.counts.sum())
+    rows = min(float(limits.rows(top)), max(1.0, traffic.rate * share * traffic.window_s))
+    if traffic.static_shapes:
+        return cost.c0 / rows + cost.row(top)
+    # P(longest of b <= l) = P(one <= l)^b, widths rounded up as batches are.
+    cumulative = np.cumsum(counts) / total
+    longest = np.diff(cumulative**rows, prepend=0.0)
+    lengths = np.arange(below + 1, below + 1 + len(counts))
+    widths = np.minimum(-(-lengths // WIDTH_STEP) * WIDTH_STEP, limits.max_length)
+    row_s = cost.c1 + cost.c2 * widths + cost.c3 * widths**2
+    return cost.c0 / rows + float(longest @ row_s)

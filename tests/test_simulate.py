@@ -1,0 +1,171 @@
+"""The policy in simulated time: the simulator's laws, and the bars against other rules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedsvc.engine.cost import CostModel
+from embedsvc.engine.policy import Limits, Policy
+from embedsvc.engine.sequence import Priority
+from embedsvc.tuning.baselines import Fifo, SizeOrTimeout, SortedWindow
+from embedsvc.tuning.edges import Traffic, best_edges
+from embedsvc.tuning.histogram import LengthHistogram
+from embedsvc.tuning.simulate import (
+    Arrival,
+    Chooser,
+    closed_loop,
+    poisson,
+    replay,
+    scaled,
+    sorted_limit_s,
+)
+
+# A MiniLM on one core in bfloat16.
+COST = CostModel(3e-3, 1e-4, 52e-6, 4e-8)
+LIMITS = Limits(256, 512, 256)
+SLOTS = 2
+
+
+def mixed_lengths(n: int = 6000) -> list[int]:
+    """Return lengths like those of queries and documents together."""
+    rng = random.Random(1)
+    return [
+        min(256, 2 + round(rng.lognormvariate(2.3, 0.4)))
+        if rng.random() < 0.65
+        else rng.randint(35, 256)
+        for _ in range(n)
+    ]
+
+
+MIXED = mixed_lengths()
+
+
+def learned() -> Policy:
+    histogram = LengthHistogram(256)
+    histogram.add(MIXED)
+    return Policy(best_edges(Traffic(histogram.counts(), 400, 0.5), COST, LIMITS), COST, LIMITS)
+
+
+CHOOSERS: dict[str, Callable[[], Chooser]] = {
+    "ours": learned,
+    "no batching": lambda: Fifo(Limits(256, 10**9, 1), 1),
+    "FIFO of 8": lambda: Fifo(Limits(256, 10**9, 8), 8),
+    "token budget": lambda: Fifo(Limits(256, 16_384, 256), 256),
+    "sort within 8": lambda: SortedWindow(LIMITS),
+    "size or timeout": lambda: SizeOrTimeout(LIMITS, [32, 64, 128, 256], 32, 0.02),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_no_text_is_lost(name: str) -> None:
+    """Law: every text of an open or closed loop is served once."""
+    texts = MIXED[:500]
+
+    open_loop = replay(poisson(texts, rate=300), CHOOSERS[name](), SLOTS, COST)
+    closed = closed_loop(texts, 64, CHOOSERS[name](), SLOTS, COST)
+
+    for outcome in (open_loop, closed):
+        assert sorted(s.length for s in outcome.served) == sorted(texts)
+        assert outcome.n_expired == 0
+        assert outcome.real_tokens == sum(texts)
+        assert sum(rows for rows, _, _ in outcome.batches) == len(texts)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000))
+def test_a_replay_is_deterministic(seed: int) -> None:
+    """Law: equal arguments, equal batches."""
+    one, other = (replay(poisson(MIXED[:200], 400, seed), learned(), SLOTS, COST) for _ in "ab")
+
+    assert one == other
+
+
+def test_expired_texts_are_counted_and_never_computed() -> None:
+    """A text whose deadline passed in the queue takes no slot."""
+    arrivals = [Arrival(0.0, (256,)), Arrival(0.0, (256,)), Arrival(0.001, (8,), timeout_s=0.001)]
+
+    outcome = replay(arrivals, learned(), 1, CostModel(1.0, 0, 0, 0))
+
+    assert outcome.n_expired == 1
+    assert 8 not in [s.length for s in outcome.served]
+    assert sum(rows for rows, _, _ in outcome.batches) == 2
+
+
+def test_recorded_times_are_stretched_to_the_rate() -> None:
+    """A trace keeps its shape at another rate."""
+    arrivals = list(scaled([5] * 4, [10.0, 11.0, 11.5, 14.0], rate=10.0))
+
+    assert [a.at for a in arrivals] == pytest.approx([0.0, 0.1, 0.15, 0.4])
+
+
+def test_nearly_the_sorted_order_with_many_waiting() -> None:
+    """Bar: with 1,000 or more waiting, at least 0.96 of the rate of the sorted order."""
+    limit_s = sorted_limit_s(MIXED, LIMITS, SLOTS, COST)
+
+    outcome = closed_loop(MIXED, 1500, learned(), SLOTS, COST)
+
+    assert limit_s / outcome.end >= 0.96
+
+
+def test_nine_tenths_of_the_sorted_order_with_64_clients() -> None:
+    """Bar: with 64 clients in a closed loop, at least 0.90 of the rate of the sorted order."""
+    limit_s = sorted_limit_s(MIXED, LIMITS, SLOTS, COST)
+
+    outcome = closed_loop(MIXED, 64, learned(), SLOTS, COST)
+
+    assert limit_s / outcome.end >= 0.90
+
+
+def saturation(chooser: Chooser) -> float:
+    return len(MIXED) / closed_loop(MIXED, 1500, chooser, SLOTS, COST).end
+
+
+def test_short_texts_stay_fast_near_saturation() -> None:
+    """Bar: at 80 % of saturation, p99 of short texts within 5 x the longest text alone."""
+    rate = 0.8 * saturation(learned())
+
+    outcome = replay(poisson(MIXED, rate), learned(), SLOTS, COST)
+
+    assert outcome.latency_s(0.99, longest=32) <= 5 * COST(1, 256)
+
+
+def test_a_quarter_of_the_latency_of_fifo_where_fifo_still_copes() -> None:
+    """Bar: at 80 % of the saturation of FIFO of 8, at most a quarter of its p99 for short texts."""
+    rate = 0.8 * saturation(CHOOSERS["FIFO of 8"]())
+
+    fifo = replay(poisson(MIXED, rate), CHOOSERS["FIFO of 8"](), SLOTS, COST)
+    ours = replay(poisson(MIXED, rate), learned(), SLOTS, COST)
+
+    assert ours.latency_s(0.99, longest=32) <= fifo.latency_s(0.99, longest=32) / 4
+
+
+def test_a_query_beside_an_endless_upload() -> None:
+    """Single queries keep their p99 within a few batches while an upload keeps its throughput."""
+    upload = [Arrival(k * 4.0, tuple(MIXED[:2048]), priority=Priority.BULK) for k in range(3)]
+    queries = list(poisson([12] * 300, rate=30))
+    arrivals = sorted([*upload, *queries], key=lambda a: a.at)
+
+    outcome = replay(arrivals, learned(), SLOTS, COST)
+
+    waits = [s.latency_s for s in outcome.served if s.priority is Priority.INTERACTIVE]
+    assert float(np.quantile(waits, 0.99)) <= 0.25
+    alone = replay(upload, learned(), SLOTS, COST)
+    assert outcome.end <= alone.end / 0.85
+
+
+def test_one_long_text_in_a_hundred_is_not_starved() -> None:
+    """At 95 % load the p99 of rare long texts stays bounded by the age cap and a batch."""
+    rng = random.Random(2)
+    texts = [256 if rng.random() < 0.01 else rng.randint(4, 24) for _ in range(8000)]
+    rate = 0.95 * len(texts) / closed_loop(texts, 1500, learned(), SLOTS, COST).end
+
+    outcome = replay(poisson(texts, rate), learned(), SLOTS, COST)
+
+    assert outcome.latency_s(0.99, inf, shortest=256) <= 5.0 + 0.5
