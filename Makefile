@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Where pip finds torch besides the package index, e.g. https://download.pytorch.org/whl/cpu
+# Where pip finds torch besides the package index: an index with CPU builds saves gigabytes.
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
