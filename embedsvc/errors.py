@@ -29,6 +29,13 @@ class ModelError(StartError):
     """A model cannot be loaded: missing, unsafe, wrong hash, unsupported."""
 
 
+# --- errors between a model and its engine ------------------------------------------------------
+
+
+class DeviceOutOfMemory(EmbedsvcError):
+    """A batch did not fit on the device; a smaller one may."""
+
+
 # --- errors that answer a request --------------------------------------------------------------
 
 

@@ -104,6 +104,10 @@ class _VersionFamilies:
             "queue_oldest_seconds", "Age of the oldest request at the head of the queue."
         )
         self.slots_busy = gauge("slots_busy", "Device slots that run a batch.")
+        self.memory_share = gauge(
+            "batch_memory_share",
+            "Least share of a full batch that the device's memory allows now; 1 is all.",
+        )
         self.busy_seconds = counter("slot_busy_seconds", "Seconds of device slots in batches.")
         self.tokens = counter(
             "tokens", "Tokens through the model: real, and computed with padding.", "kind"
@@ -148,6 +152,7 @@ class VersionMetrics:
         seconds: Callable[[], float],
         oldest: Callable[[], float],
         slots_busy: Callable[[], float],
+        memory_share: Callable[[], float],
     ) -> None:
         """Read the queue's state from functions at every scrape."""
         f = self._families
@@ -156,3 +161,4 @@ class VersionMetrics:
         f.queue_predicted.labels(*self._labels).set_function(seconds)
         f.queue_oldest.labels(*self._labels).set_function(oldest)
         f.slots_busy.labels(*self._labels).set_function(slots_busy)
+        f.memory_share.labels(*self._labels).set_function(memory_share)

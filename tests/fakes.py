@@ -17,6 +17,7 @@ from embedsvc.engine.device import Device
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Limits, Policy, half_powers_of_two
 from embedsvc.engine.sequence import Priority, Request, Sequence
+from embedsvc.errors import DeviceOutOfMemory
 from embedsvc.metrics import Metrics
 from embedsvc.models.buffers import BufferPool, HostBuffer
 
@@ -84,6 +85,21 @@ class BrokenModel(SumModel):
         if (first == self.RAISE).any():
             raise RuntimeError("broken on purpose")
         buffer.output[:rows][first == self.NAN] = np.nan
+
+
+@dataclass
+class SmallDevice(SumModel):
+    """Holds only so many rows at once."""
+
+    fits: int = 3
+    calls: list[int] = field(default_factory=list)
+
+    def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
+        """Refuse what does not fit."""
+        self.calls.append(rows)
+        if rows > self.fits:
+            raise DeviceOutOfMemory("no room")
+        super().forward(buffer, rows, length)
 
 
 def make_policy(

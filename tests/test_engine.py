@@ -12,7 +12,15 @@ import pytest
 
 from embedsvc.engine.sequence import Request
 from embedsvc.errors import DeadlineExceeded, InferenceFailed, InternalError, NotReady, Overloaded
-from tests.fakes import BrokenModel, EngineRig, GateModel, SumModel, make_policy, make_rig
+from tests.fakes import (
+    BrokenModel,
+    EngineRig,
+    GateModel,
+    SmallDevice,
+    SumModel,
+    make_policy,
+    make_rig,
+)
 
 Rigs = Callable[..., EngineRig]
 
@@ -117,15 +125,32 @@ async def test_a_deadline_is_answered_on_time_while_the_device_is_stuck(rigs: Ri
     assert rig.value("embedsvc_texts_total", outcome="expired") == 1
 
 
-async def test_a_failing_batch_answers_everyone_in_it(rigs: Rigs) -> None:
-    """The failure of a batch reaches all its requests; the engine goes on."""
+async def test_a_poisoned_row_fails_its_request_only(rigs: Rigs) -> None:
+    """Whoever shares the batch with a row that breaks the model still gets their vectors."""
     rig = rigs(BrokenModel())
-    broken = rig.send([5], first_id=BrokenModel.RAISE)
+    broken, good = rig.send([5], first_id=BrokenModel.RAISE), rig.send([5])
+
     error = await broken.settled
 
     assert isinstance(error, InferenceFailed)
-    assert await rig.send([5]).settled is None
+    assert error.should_retry is False
+    assert await good.settled is None
     assert rig.engine.state == "ready"
+
+
+async def test_a_batch_that_did_not_fit_makes_later_ones_smaller(rigs: Rigs) -> None:
+    """The limit of that length halves and grows back with full batches."""
+    model = SmallDevice(fits=4)
+    policy = make_policy(max_batch_size=16, max_batch_tokens=10_000, edges=[128])
+    rig = rigs(model, policy=policy)
+    assert await rig.send([10] * 16).settled is None
+    assert policy.shrunk_share < 1
+    model.fits = 16
+
+    for _ in range(40):
+        assert await rig.send([10] * 16).settled is None
+
+    assert policy.shrunk_share == 1
 
 
 async def test_a_row_that_is_not_finite_fails_its_request_only(rigs: Rigs) -> None:

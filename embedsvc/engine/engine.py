@@ -11,25 +11,23 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal
 
-import numpy as np
-
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.device import Device
+from embedsvc.engine.execution import Failures, run_batch
 from embedsvc.engine.ledger import Ledger
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 from embedsvc.errors import (
     ClientGone,
-    InferenceFailed,
     InternalError,
     NotReady,
     Overloaded,
-    RequestError,
 )
 from embedsvc.metrics import VersionMetrics
 from embedsvc.models import Model
@@ -45,8 +43,18 @@ SLOT_WAIT_S = 1.0
 PROMISED_SHARE = 0.5
 
 State = Literal["starting", "ready", "stopping", "stopped", "failed"]
-# Rows of one request, a request whose rows must leave, or the order to stop.
-Message = list[Sequence] | Request | None
+
+
+@dataclass(slots=True, frozen=True)
+class OutOfMemory:
+    """A batch that did not fit on the device."""
+
+    rows: int
+    length: int
+
+
+# Rows of one request, a request whose rows must leave, what did not fit, or the order to stop.
+Message = list[Sequence] | Request | OutOfMemory | None
 
 
 class Engine:
@@ -81,6 +89,7 @@ class Engine:
             seconds=lambda: self.queue_s,
             oldest=self._ledger.oldest_s,
             slots_busy=lambda: device.busy,
+            memory_share=lambda: policy.shrunk_share,
         )
 
     # --- event loop ------------------------------------------------------------------------------
@@ -189,7 +198,7 @@ class Engine:
             choice = self.policy.next(self._clock(), self.device.free + 1)
             if not isinstance(choice, Batch):
                 return choice
-            self._launch(choice)
+            self.device.submit(self._execute, choice)
             launched = True
             return inf
         finally:
@@ -216,54 +225,33 @@ class Engine:
             return False
         if isinstance(message, Request):
             self.policy.discard(message)
+        elif isinstance(message, OutOfMemory):
+            self.policy.shrink(message.rows, message.length)
         elif not message[0].request.abandoned:
             self.policy.add(message, self._clock())
         return True
 
-    def _launch(self, batch: Batch) -> None:
-        buffer = self._buffers.take()
-        buffer.fill(
-            [s.input_ids for s in batch.sequences],
-            [s.prompt_length for s in batch.sequences],
-            batch.length,
-        )
-        batch.buffer = buffer
-        self.device.submit(self._execute, batch)
-
     # --- device threads --------------------------------------------------------------------------
 
     def _execute(self, batch: Batch) -> None:
-        """Run a batch, copy its rows out, give buffer and slot back, and report once."""
-        assert batch.buffer is not None
-        failure: RequestError | None = InternalError("The batch ended without a result.")
-        broken: frozenset[int] = frozenset()
+        """Run a batch, give buffer and slot back, and report once."""
+        lost = InternalError("The batch ended without a result; the server's log says why.")
+        failures: Failures = dict.fromkeys(batch.sequences, lost)
+        buffer = self._buffers.take()
         started = self._clock()
         try:
-            if not all(s.request.abandoned for s in batch.sequences):
-                self.model.forward(batch.buffer, batch.rows, batch.length)
-                broken = self._scatter(batch)
-            failure = None
-        except Exception as error:  # a failing batch answers everyone in it
-            log.exception("batch failed rows=%d length=%d", batch.rows, batch.length)
-            failure = InferenceFailed(
-                f"The model failed on a batch with this request ({type(error).__name__}); "
-                "the server's log says why."
+            failures = run_batch(
+                self.model, batch.sequences, batch.length, buffer, self._on_out_of_memory
             )
         finally:
             ended = self._clock()
-            self._buffers.put(batch.buffer)
+            self._buffers.put(buffer)
             self.device.release()
-            self._observe(batch, ended - started, ok=failure is None)
-            self._post(self._ledger.settle, batch, started, ended, failure, broken)
+            self._observe(batch, ended - started, ok=not failures)
+            self._post(self._ledger.settle, batch, started, ended, failures)
 
-    def _scatter(self, batch: Batch) -> frozenset[int]:
-        """Copy finite rows into their requests; return the positions of the others."""
-        assert batch.buffer is not None
-        output = batch.buffer.output[: batch.rows]
-        finite = np.isfinite(output).all(axis=1)
-        for position, sequence in enumerate(batch.sequences):
-            sequence.request.vectors[sequence.row] = output[position]
-        return frozenset(np.flatnonzero(~finite).tolist())
+    def _on_out_of_memory(self, rows: int, length: int) -> None:
+        self._inbox.put(OutOfMemory(rows, length))
 
     def _observe(self, batch: Batch, seconds: float, *, ok: bool) -> None:
         m = self._metrics

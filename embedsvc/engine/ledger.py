@@ -11,8 +11,9 @@ from collections.abc import Callable
 from math import inf
 
 from embedsvc.engine.admission import Admission
+from embedsvc.engine.execution import Failures
 from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
-from embedsvc.errors import ClientGone, DeadlineExceeded, InferenceFailed, RequestError
+from embedsvc.errors import ClientGone, DeadlineExceeded, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
 
 
@@ -64,8 +65,7 @@ class Ledger:
         batch: Batch,
         started: float,
         ended: float,
-        failure: RequestError | None,
-        broken: frozenset[int],
+        failures: Failures,
     ) -> None:
         """Book a batch that came back from the device.
 
@@ -73,19 +73,13 @@ class Ledger:
             batch: the rows.
             started: when it went to the device, monotonic seconds.
             ended: when it came back.
-            failure: answer for everyone in it, where the whole batch failed.
-            broken: positions whose vectors are not finite.
+            failures: the answer to the request of each guilty row.
         """
-        for position, sequence in enumerate(batch.sequences):
-            request = sequence.request
-            if request not in self._open:
-                continue
-            if failure is not None:
-                self.close(request, failure)
-            elif position in broken:
-                self.close(request, _not_finite(sequence.row))
-            else:
-                self._book(request, sequence, started, ended)
+        for sequence, error in failures.items():
+            self.close(sequence.request, error)
+        for sequence in batch.sequences:
+            if sequence.request in self._open:
+                self._book(sequence.request, sequence, started, ended)
 
     def close(self, request: Request, error: RequestError | None) -> None:
         """Settle a request, once; later calls change nothing."""
@@ -170,14 +164,6 @@ class Ledger:
                 "Send fewer texts at once or allow more time."
             ),
         )
-
-
-def _not_finite(row: int) -> InferenceFailed:
-    return InferenceFailed(
-        f"The model gave a vector that is not finite for input[{row}]. "
-        "Use dtype float32, or leave this text out.",
-        param="input",
-    )
 
 
 def _outcome(error: RequestError | None) -> str:

@@ -80,7 +80,9 @@ class Policy:
         self._last_arrival = -inf
         widths = [padded_width(edge, limits.max_length) for edge in edges]
         self._width_cost = [cost.row(width) for width in widths]
-        self._width_rows = [limits.rows(width) for width in widths]
+        # Rows of a full batch, and what of it the device's memory allows now.
+        self._full_rows = [limits.rows(width) for width in widths]
+        self._width_rows = list(self._full_rows)
         self._prices = [
             row_s + cost.c0 / rows
             for row_s, rows in zip(self._width_cost, self._width_rows, strict=True)
@@ -110,6 +112,21 @@ class Policy:
     def discard(self, request: Request) -> None:
         """Drop every waiting row of a request."""
         self._waiting.discard(request)
+
+    def shrink(self, rows: int, length: int) -> None:
+        """Halve what may go into batches at least this wide: `rows` of them did not fit.
+
+        The limit grows back by one row with every batch that fills it.
+        """
+        fits = max(1, rows // 2)
+        for bucket, edge in enumerate(self.edges):
+            if padded_width(edge, self.limits.max_length) >= length:
+                self._width_rows[bucket] = min(self._width_rows[bucket], fits)
+
+    @property
+    def shrunk_share(self) -> float:
+        """Return the least share of a bucket's full batch that is allowed now; 1 is all."""
+        return min(now / full for now, full in zip(self._width_rows, self._full_rows, strict=True))
 
     def _note_arrival(self, n_rows: int, now: float) -> None:
         gap = (now - self._last_arrival) / n_rows
@@ -141,6 +158,7 @@ class Policy:
         rows = self._pick(leader, low, high, self._share(low, high, free_slots))
         self._virtual_time = max(self._virtual_time, leader.tag)
         self._waiting.remove(rows, now)
+        self._recover(rows)
         width = padded_width(max(row.length for row in rows), self.limits.max_length)
         return Batch(rows, width, self.cost(len(rows), width))
 
@@ -222,6 +240,11 @@ class Policy:
         if n_rows >= sum(self._waiting.counts[low : high + 1]):
             self._fill(rows, low, top)
         return rows
+
+    def _recover(self, rows: list[Sequence]) -> None:
+        bucket = max(row.bucket for row in rows)
+        if len(rows) >= self._width_rows[bucket] < self._full_rows[bucket]:
+            self._width_rows[bucket] += 1
 
     def _fill(self, rows: list[Sequence], low: int, top: int) -> None:
         """Let whole shorter buckets ride where that costs less than a batch of their own."""

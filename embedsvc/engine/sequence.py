@@ -11,7 +11,7 @@ from enum import IntEnum
 from math import inf
 
 from embedsvc.errors import RequestError
-from embedsvc.models.buffers import HostBuffer, Ids, Vectors
+from embedsvc.models.buffers import Ids, Vectors
 
 
 class Priority(IntEnum):
@@ -89,13 +89,11 @@ class Batch:
         sequences: in row order.
         length: padded length in tokens, at least the longest row.
         predicted_s: cost predicted when it was chosen, in seconds.
-        buffer: the host buffer that holds it, from the moment it is filled.
     """
 
     sequences: list[Sequence]
     length: int
     predicted_s: float
-    buffer: HostBuffer | None = None
 
     @property
     def rows(self) -> int:
