@@ -7,7 +7,7 @@ Labels come from the configuration or from fixed classes, never from requests.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,6 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper edges in tokens of the fixed length classes; the last class is open.
 LENGTH_CLASSES = (32, 128, 512, 2048)
 LENGTH_CLASS_NAMES = ("le_32", "le_128", "le_512", "le_2048", "gt_2048")
+VERSION_LABELS = ("model", "version")
 LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
 )  # fmt: skip
@@ -81,48 +82,56 @@ class _VersionFamilies:
     """Metric families labelled by model and version."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        names = ["model", "version"]
+        self._registry = registry
+        self._add_gauges()
+        self._add_counters()
+        self._add_histograms()
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"embedsvc_{name}", text, names, registry=registry)
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"embedsvc_{name}", text, VERSION_LABELS, registry=self._registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"embedsvc_{name}", text, [*names, *labels], registry=registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        names = (*VERSION_LABELS, *labels)
+        return Counter(f"embedsvc_{name}", text, names, registry=self._registry)
 
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(
-                f"embedsvc_{name}", text, [*names, *labels], registry=registry,
-                buckets=LATENCY_BUCKETS,
-            )  # fmt: skip
+    def _histogram(
+        self, name: str, text: str, *labels: str, buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> Histogram:
+        names = (*VERSION_LABELS, *labels)
+        return Histogram(f"embedsvc_{name}", text, names, registry=self._registry, buckets=buckets)
 
-        self.queue_sequences = gauge("queue_sequences", "Texts admitted and not yet settled.")
-        self.queue_tokens = gauge("queue_tokens", "Tokens admitted and not yet settled.")
-        self.queue_predicted = gauge(
+    def _add_gauges(self) -> None:
+        self.queue_sequences = self._gauge("queue_sequences", "Texts admitted and not yet settled.")
+        self.queue_tokens = self._gauge("queue_tokens", "Tokens admitted and not yet settled.")
+        self.queue_predicted = self._gauge(
             "queue_seconds", "Predicted seconds of work admitted and not yet settled."
         )
-        self.queue_oldest = gauge(
+        self.queue_oldest = self._gauge(
             "queue_oldest_seconds", "Age of the oldest request at the head of the queue."
         )
-        self.slots_busy = gauge("slots_busy", "Device slots that run a batch.")
-        self.memory_share = gauge(
+        self.slots_busy = self._gauge("slots_busy", "Device slots that run a batch.")
+        self.memory_share = self._gauge(
             "batch_memory_share",
             "Least share of a full batch that the device's memory allows now; 1 is all.",
         )
-        self.busy_seconds = counter("slot_busy_seconds", "Seconds of device slots in batches.")
-        self.tokens = counter(
+
+    def _add_counters(self) -> None:
+        self.busy_seconds = self._counter(
+            "slot_busy_seconds", "Seconds of device slots in batches."
+        )
+        self.tokens = self._counter(
             "tokens", "Tokens through the model: real, and computed with padding.", "kind"
         )
-        self.batches = counter("batches", "Batches by outcome.", "outcome")
-        self.rows = Histogram(
-            "embedsvc_batch_rows", "Rows of a batch.", names, registry=registry,
-            buckets=ROWS_BUCKETS,
-        )  # fmt: skip
-        self.tokenize = histogram("tokenize_seconds", "Time to tokenize a request.")
-        self.queue = histogram(
+        self.batches = self._counter("batches", "Batches by outcome.", "outcome")
+        self.texts = self._counter("texts", "Texts by how they ended.", "outcome")
+
+    def _add_histograms(self) -> None:
+        self.rows = self._histogram("batch_rows", "Rows of a batch.", buckets=ROWS_BUCKETS)
+        self.tokenize = self._histogram("tokenize_seconds", "Time to tokenize a request.")
+        self.queue = self._histogram(
             "queue_wait_seconds", "Time from the queue to the device, by length.", "length"
         )
-        self.inference = histogram("inference_seconds", "Time of a batch on the device.")
-        self.texts = counter("texts", "Texts by how they ended.", "outcome")
+        self.inference = self._histogram("inference_seconds", "Time of a batch on the device.")
 
 
 class VersionMetrics:

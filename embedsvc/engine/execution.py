@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embedsvc.engine.sequence import Request, Sequence
+from embedsvc.engine.sequence import Sequence
 from embedsvc.errors import DeviceOutOfMemory, InferenceFailed, RequestError
 from embedsvc.models import Model
 from embedsvc.models.buffers import HostBuffer
@@ -42,14 +42,9 @@ def run_batch(
         An error for each guilty row; other rows of its request may not have been computed.
     """
     failures: Failures = {}
-    guilty: set[Request] = set()
-
-    def blame(row: Sequence, error: RequestError) -> None:
-        failures[row] = error
-        guilty.add(row.request)
-
     waiting = [sequences]
     while waiting:
+        guilty = {row.request for row in failures}
         rows = [r for r in waiting.pop() if not r.request.abandoned and r.request not in guilty]
         if not rows:
             continue
@@ -60,14 +55,15 @@ def run_batch(
             if isinstance(error, DeviceOutOfMemory):
                 on_out_of_memory(len(rows), length)
             if len(rows) == 1:
-                blame(rows[0], _failed(rows[0].row, error))
-            half = len(rows) // 2
-            waiting += [rows[half:], rows[:half]] if half else []
+                failures[rows[0]] = _failed(rows[0].row, error)
+            else:
+                half = len(rows) // 2
+                waiting += [rows[half:], rows[:half]]
             continue
         if len(rows) > 1:
             waiting += [[row] for row in broken]
         elif broken:
-            blame(rows[0], _not_finite(rows[0].row))
+            failures[rows[0]] = _not_finite(rows[0].row)
     return failures
 
 
