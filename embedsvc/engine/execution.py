@@ -46,25 +46,35 @@ def run_batch(
     while waiting:
         guilty = {row.request for row in failures}
         rows = [r for r in waiting.pop() if not r.request.abandoned and r.request not in guilty]
-        if not rows:
-            continue
-        try:
-            broken = _attempt(model, rows, length, buffer)
-        except Exception as error:  # whatever fails must answer its request, and only that
-            log.warning("forward failed rows=%d length=%d", len(rows), length, exc_info=error)
-            if isinstance(error, DeviceOutOfMemory):
-                on_out_of_memory(len(rows), length)
-            if len(rows) == 1:
-                failures[rows[0]] = _failed(rows[0].row, error)
-            else:
-                half = len(rows) // 2
-                waiting += [rows[half:], rows[:half]]
-            continue
-        if len(rows) > 1:
-            waiting += [[row] for row in broken]
-        elif broken:
-            failures[rows[0]] = _not_finite(rows[0].row)
+        if rows:
+            waiting += _step(model, rows, length, buffer, failures, on_out_of_memory)
     return failures
+
+
+def _step(
+    model: Model,
+    rows: list[Sequence],
+    length: int,
+    buffer: HostBuffer,
+    failures: Failures,
+    on_out_of_memory: Callable[[int, int], None],
+) -> list[list[Sequence]]:
+    """Run some rows once; note the guilty one, or return the groups to run next."""
+    try:
+        broken = _attempt(model, rows, length, buffer)
+    except Exception as error:  # whatever fails must answer its request, and only that
+        log.warning("forward failed rows=%d length=%d", len(rows), length, exc_info=error)
+        if isinstance(error, DeviceOutOfMemory):
+            on_out_of_memory(len(rows), length)
+        if len(rows) == 1:
+            failures[rows[0]] = _failed(rows[0].row, error)
+            return []
+        half = len(rows) // 2
+        return [rows[half:], rows[:half]]
+    if len(rows) == 1 and broken:
+        failures[rows[0]] = _not_finite(rows[0].row)
+        return []
+    return [[row] for row in broken]
 
 
 def _attempt(model: Model, rows: list[Sequence], length: int, buffer: HostBuffer) -> list[Sequence]:
