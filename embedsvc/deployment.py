@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
+from embedsvc.engine.buckets import Limits, half_powers_of_two
 from embedsvc.engine.calibrate import (
     Calibration,
     calibrate,
@@ -23,7 +24,7 @@ from embedsvc.engine.cost import CostModel
 from embedsvc.engine.device import Device
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
-from embedsvc.engine.policy import Limits, Policy, half_powers_of_two
+from embedsvc.engine.policy import Policy
 from embedsvc.errors import ConfigError, InvalidRequest
 from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model, load_model
@@ -114,7 +115,7 @@ class Deployment:
             "device": engine.model.device,
             "slots": engine.device.slots,
             "threads_per_slot": engine.device.threads_per_slot,
-            "buckets": engine.policy.edges,
+            "buckets": engine.policy.buckets.edges,
             "max_batch_tokens": limits.max_batch_tokens,
             "max_batch_size": limits.max_batch_size,
             "truncate": self.settings.truncate,
@@ -253,7 +254,7 @@ def _edges(buckets: list[int] | str, max_length: int) -> list[int]:
 def _warm_up(engine: Engine) -> None:
     """Run each bucket's fullest batch once on every slot, so that no request pays for it."""
     limits = engine.policy.limits
-    for edge in engine.policy.edges:
+    for edge in engine.policy.buckets.edges:
         if edge > max(256, limits.max_batch_tokens):
             break
         rows = limits.rows(edge)

@@ -12,10 +12,11 @@ from math import inf
 import numpy as np
 
 from embedsvc.engine.admission import Admission
+from embedsvc.engine.buckets import Limits, half_powers_of_two
 from embedsvc.engine.cost import DEFAULT_COST, CostModel
 from embedsvc.engine.device import Device
 from embedsvc.engine.engine import Engine
-from embedsvc.engine.policy import Limits, Policy, half_powers_of_two
+from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Priority, Request, Sequence
 from embedsvc.errors import DeviceOutOfMemory
 from embedsvc.metrics import Metrics

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedsvc.engine.buckets import Limits
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.policy import Limits
 from embedsvc.tuning.edges import Traffic, best_edges, candidates, predicted_cost
 from embedsvc.tuning.histogram import LengthHistogram
 

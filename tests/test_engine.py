@@ -144,13 +144,13 @@ async def test_a_batch_that_did_not_fit_makes_later_ones_smaller(rigs: Rigs) -> 
     policy = make_policy(max_batch_size=16, max_batch_tokens=10_000, edges=[128])
     rig = rigs(model, policy=policy)
     assert await rig.send([10] * 16).settled is None
-    assert policy.shrunk_share < 1
+    assert policy.buckets.memory_share < 1
     model.fits = 16
 
     for _ in range(40):
         assert await rig.send([10] * 16).settled is None
 
-    assert policy.shrunk_share == 1
+    assert policy.buckets.memory_share == 1
 
 
 async def test_a_row_that_is_not_finite_fails_its_request_only(rigs: Rigs) -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedsvc.engine.buckets import half_powers_of_two, padded_width
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.policy import Policy, half_powers_of_two, padded_width
+from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Priority, Sequence
 from tests.fakes import make_policy, make_request
 
@@ -254,3 +255,31 @@ def test_edges_that_do_not_reach_the_maximum_are_refused() -> None:
     """A policy whose last edge is not the maximum would lose long rows."""
     with pytest.raises(ValueError, match="ascend to 128"):
         make_policy(edges=[8, 64])
+
+
+@given(requests, st.sets(st.integers(1, 127), max_size=6))
+def test_other_edges_lose_and_reorder_nothing(requests: list[list[int]], inner: set[int]) -> None:
+    """Law: after a switch of edges every waiting row is still there, in fair-queueing order."""
+    policy = make_policy(max_batch_size=3)
+    queued = [row for rows in queue(policy, *requests) for row in rows]
+    first = policy.next(0.0, 1)
+    assert isinstance(first, Batch)
+
+    policy.set_edges([*sorted(inner), 128])
+
+    batches = drain(policy)
+    rest = {id(row) for row in queued} - {id(row) for row in first.sequences}
+    assert {id(row) for batch in batches for row in batch.sequences} == rest
+    leaders = [min(row.tag for row in batch.sequences) for batch in batches]
+    assert leaders == sorted(leaders)
+
+
+def test_what_is_known_of_memory_survives_other_edges() -> None:
+    """A device that ran out of memory is not asked for the same again after a switch."""
+    policy = make_policy(max_batch_size=16, max_batch_tokens=10_000)
+    policy.shrink(16, 64)
+
+    policy.set_edges([32, 100, 128])
+
+    queue(policy, *[[100]] * 32, *[[10]] * 32)
+    assert next(b.rows for b in drain(policy) if b.length > 64) == 8

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedsvc.engine.buckets import Limits
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.policy import Limits, Policy
+from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Priority
 from embedsvc.tuning.baselines import Fifo, SizeOrTimeout, SortedWindow
 from embedsvc.tuning.edges import Traffic, best_edges

@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from embedsvc.config import Config
 from embedsvc.deployment import Deployment, deploy
+from embedsvc.engine.buckets import Limits, padded_width
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
-from embedsvc.engine.policy import Limits, padded_width
 from embedsvc.metrics import Metrics
 from embedsvc.models.buffers import BufferPool, HostBuffer
 from embedsvc.tokenization import Encoded

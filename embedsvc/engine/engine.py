@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
 from queue import Empty, SimpleQueue
@@ -53,8 +54,16 @@ class OutOfMemory:
     length: int
 
 
-# Rows of one request, a request whose rows must leave, what did not fit, or the order to stop.
-Message = list[Sequence] | Request | OutOfMemory | None
+@dataclass(slots=True, frozen=True)
+class Edges:
+    """Bucket edges to use from now on."""
+
+    edges: tuple[int, ...]
+
+
+# Rows of one request, a request whose rows must leave, what did not fit, other
+# edges, or the order to stop.
+Message = list[Sequence] | Request | OutOfMemory | Edges | None
 
 
 class Engine:
@@ -81,7 +90,7 @@ class Engine:
         self._metrics = metrics
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._ledger = Ledger(admission, metrics, policy.price, clock, self._inbox.put)
+        self._ledger = Ledger(admission, metrics, self.price, clock, self._inbox.put)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         metrics.gauges_from(
             sequences=lambda: admission.sequences,
@@ -89,7 +98,7 @@ class Engine:
             seconds=lambda: self.queue_s,
             oldest=self._ledger.oldest_s,
             slots_busy=lambda: device.busy,
-            memory_share=lambda: policy.shrunk_share,
+            memory_share=lambda: policy.buckets.memory_share,
         )
 
     # --- event loop ------------------------------------------------------------------------------
@@ -105,9 +114,17 @@ class Engine:
         """Predicted seconds until everything submitted now is done."""
         return sum(self._ledger.pending_s.values()) / self.device.slots
 
+    def price(self, length: int) -> float:
+        """Return the predicted slot seconds of a row, its share of a full batch included."""
+        return self.policy.buckets.price(length)
+
+    def set_edges(self, edges: Seq[int]) -> None:
+        """Use other bucket edges from the next batch on."""
+        self._inbox.put(Edges(tuple(edges)))
+
     def own_s(self, rows: int, tokens: int) -> float:
         """Return the predicted seconds of a request on the idle device."""
-        return rows * self.policy.price(-(-tokens // rows)) / self.device.slots
+        return rows * self.price(-(-tokens // rows)) / self.device.slots
 
     def admit(self, rows: int, tokens: int, priority: Priority, left_s: float) -> None:
         """Reserve room for a request that is predicted to be done in time, all or nothing.
@@ -227,6 +244,8 @@ class Engine:
             self.policy.discard(message)
         elif isinstance(message, OutOfMemory):
             self.policy.shrink(message.rows, message.length)
+        elif isinstance(message, Edges):
+            self.policy.set_edges(message.edges)
         elif not message[0].request.abandoned:
             self.policy.add(message, self._clock())
         return True

@@ -15,78 +15,31 @@ and free rows are filled where riding is cheaper than a batch of their own.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import inf
 
+from embedsvc.engine.buckets import Buckets, Limits, padded_width
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.sequence import Batch, Request, Sequence
 from embedsvc.engine.waiting import Waiting
 
-WIDTH_STEP = 8
 # A queue head is urgent when its deadline is nearer than this many predicted batches.
 URGENT_BATCHES = 2.0
 # 95th percentile of measured over predicted batch time, until it is learned online.
 P95_FACTOR = 1.25
 
 
-@dataclass(slots=True, frozen=True)
-class Limits:
-    """Bounds of one batch.
-
-    Attributes:
-        max_length: tokens of the longest sequence; the last bucket edge.
-        max_batch_tokens: padded tokens; a single row is always legal.
-        max_batch_size: rows.
-        max_batch_delay_s: longest wait of a free device for more rows.
-        max_age_s: wait after which the head of a request is in the next batch.
-    """
-
-    max_length: int
-    max_batch_tokens: int
-    max_batch_size: int
-    max_batch_delay_s: float = 0.0
-    max_age_s: float = 5.0
-
-    def rows(self, length: int) -> int:
-        """Return the most rows a batch padded to `length` may have."""
-        return max(1, min(self.max_batch_size, self.max_batch_tokens // length))
-
-
-def padded_width(longest: int, max_length: int) -> int:
-    """Return the tokens a batch is padded to: its longest row rounded up to 8, within limits."""
-    return min(-(-longest // WIDTH_STEP) * WIDTH_STEP, max_length)
-
-
-def half_powers_of_two(max_length: int) -> list[int]:
-    """Return ascending bucket edges 8, 16, 24, 32, 48, 64, 96, … up to `max_length` tokens."""
-    powers = (padded_width(round(2 ** (step / 2)), max_length) for step in range(6, 64))
-    return sorted({edge for edge in powers if edge < max_length} | {max_length})
-
-
 class Policy:
     """The waiting sequences and the choice of the next batch."""
 
     def __init__(self, edges: Seq[int], cost: CostModel, limits: Limits) -> None:
-        if list(edges) != sorted(set(edges)) or edges[-1] != limits.max_length:
-            raise ValueError(f"edges must ascend to {limits.max_length}, got {list(edges)}")
-        self.edges = list(edges)
+        self.buckets = Buckets(edges, cost, limits)
         self.cost = cost
         self.limits = limits
         self._waiting = Waiting(edges)
         self._virtual_time = 0.0
         self._arrival_gap_s = inf
         self._last_arrival = -inf
-        widths = [padded_width(edge, limits.max_length) for edge in edges]
-        self._width_cost = [cost.row(width) for width in widths]
-        # Rows of a full batch, and what of it the device's memory allows now.
-        self._full_rows = [limits.rows(width) for width in widths]
-        self._width_rows = list(self._full_rows)
-        self._prices = [
-            row_s + cost.c0 / rows
-            for row_s, rows in zip(self._width_cost, self._width_rows, strict=True)
-        ]
 
     @property
     def n_waiting(self) -> int:
@@ -97,10 +50,6 @@ class Policy:
     def waiting_tokens(self) -> int:
         """Tokens of the rows that wait."""
         return self._waiting.n_tokens
-
-    def price(self, length: int) -> float:
-        """Return the predicted slot seconds of a row, its share of a full batch included."""
-        return self._prices[bisect_left(self.edges, length)]
 
     # --- arrivals and departures ---------------------------------------------------------------
 
@@ -114,19 +63,15 @@ class Policy:
         self._waiting.discard(request)
 
     def shrink(self, rows: int, length: int) -> None:
-        """Halve what may go into batches at least this wide: `rows` of them did not fit.
+        """Allow half of `rows` in batches at least `length` wide; grows back with full batches."""
+        self.buckets.shrink(rows, length)
 
-        The limit grows back by one row with every batch that fills it.
-        """
-        fits = max(1, rows // 2)
-        for bucket, edge in enumerate(self.edges):
-            if padded_width(edge, self.limits.max_length) >= length:
-                self._width_rows[bucket] = min(self._width_rows[bucket], fits)
-
-    @property
-    def shrunk_share(self) -> float:
-        """Return the least share of a bucket's full batch that is allowed now; 1 is all."""
-        return min(now / full for now, full in zip(self._width_rows, self._full_rows, strict=True))
+    def set_edges(self, edges: Seq[int]) -> None:
+        """Use other bucket edges from now on; no waiting row loses its place."""
+        buckets = Buckets(edges, self.cost, self.limits)
+        buckets.inherit(self.buckets)
+        self._waiting.rebucket(edges)
+        self.buckets = buckets
 
     def _note_arrival(self, n_rows: int, now: float) -> None:
         gap = (now - self._last_arrival) / n_rows
@@ -158,7 +103,7 @@ class Policy:
         rows = self._pick(leader, low, high, self._share(low, high, free_slots))
         self._virtual_time = max(self._virtual_time, leader.tag)
         self._waiting.remove(rows, now)
-        self._recover(rows)
+        self.buckets.recover(len(rows), max(row.bucket for row in rows))
         width = padded_width(max(row.length for row in rows), self.limits.max_length)
         return Batch(rows, width, self.cost(len(rows), width))
 
@@ -168,7 +113,7 @@ class Policy:
             return oldest
         urgent = self._waiting.nearest_deadline()
         if urgent is not None:
-            rows, row_s = self._width_rows[urgent.bucket], self._width_cost[urgent.bucket]
+            rows, row_s = self.buckets.rows[urgent.bucket], self.buckets.row_s[urgent.bucket]
             batch_s = P95_FACTOR * (self.cost.c0 + rows * row_s)
             if now + URGENT_BATCHES * batch_s >= urgent.request.deadline:
                 return urgent
@@ -187,7 +132,7 @@ class Policy:
         best, start = [0.0], [0]
         c0 = self.cost.c0
         for j, top in enumerate(held):
-            cap, per_row = self._width_rows[top], self._width_cost[top]
+            cap, per_row = self.buckets.rows[top], self.buckets.row_s[top]
             least, least_i, rows = inf, j, 0
             for i in range(j, -1, -1):
                 rows += self._waiting.counts[held[i]]
@@ -206,9 +151,9 @@ class Policy:
         delay = self.limits.max_batch_delay_s
         due = leader.request.arrival + delay
         rows = sum(self._waiting.counts[low : high + 1])
-        if delay <= 0 or now >= due or rows >= self._width_rows[high]:
+        if delay <= 0 or now >= due or rows >= self.buckets.rows[high]:
             return now
-        width, left = self.edges[high], due - now
+        width, left = self.buckets.edges[high], due - now
         expected = rows + left / self._arrival_gap_s if self._arrival_gap_s > 0 else inf
         late = (left + self.cost.c0) / expected + self.cost.row(width)
         soon = self.cost.c0 / rows + self.cost.row(width)
@@ -223,7 +168,7 @@ class Policy:
         rows = sum(self._waiting.counts[low : high + 1])
         if free_slots < 2 or rows < self.n_waiting:
             return rows
-        worth_a_batch = max(1.0, 2 * self.cost.c0 / self._width_cost[high])
+        worth_a_batch = max(1.0, 2 * self.cost.c0 / self.buckets.row_s[high])
         parts = max(1, min(free_slots, int(rows / worth_a_batch)))
         return -(-rows // parts)
 
@@ -232,7 +177,7 @@ class Policy:
         rows, top = [leader], leader.bucket
         leader.waiting = False
         for bucket in sorted(range(low, high + 1), key=lambda b: abs(b - leader.bucket)):
-            room = min(n_rows, self._width_rows[max(top, bucket)]) - len(rows)
+            room = min(n_rows, self.buckets.rows[max(top, bucket)]) - len(rows)
             taken = self._waiting.take(bucket, room)
             rows.extend(taken)
             if taken:
@@ -241,20 +186,15 @@ class Policy:
             self._fill(rows, low, top)
         return rows
 
-    def _recover(self, rows: list[Sequence]) -> None:
-        bucket = max(row.bucket for row in rows)
-        if len(rows) >= self._width_rows[bucket] < self._full_rows[bucket]:
-            self._width_rows[bucket] += 1
-
     def _fill(self, rows: list[Sequence], low: int, top: int) -> None:
         """Let whole shorter buckets ride where that costs less than a batch of their own."""
         for bucket in range(low - 1, -1, -1):
             count = self._waiting.counts[bucket]
             if not count:
                 continue
-            if count > self._width_rows[top] - len(rows):
+            if count > self.buckets.rows[top] - len(rows):
                 return
-            own = self.cost.c0 + count * self._width_cost[bucket]
-            if count * self._width_cost[top] > own:
+            own = self.cost.c0 + count * self.buckets.row_s[bucket]
+            if count * self.buckets.row_s[top] > own:
                 return
             rows.extend(self._waiting.take(bucket, count))

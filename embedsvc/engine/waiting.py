@@ -130,6 +130,18 @@ class Waiting:
                 taken.append(sequence)
         return taken
 
+    def rebucket(self, edges: Seq[int]) -> None:
+        """Sort the waiting rows into other buckets; places and ages stay."""
+        rows = [entry for queue in self._queues for entry in queue if entry[2].waiting]
+        self.edges = list(edges)
+        self.counts = [0] * len(edges)
+        self._queues = [[] for _ in edges]
+        for entry in sorted(rows):
+            row = entry[2]
+            row.bucket = bisect_left(self.edges, row.length)
+            self.counts[row.bucket] += 1
+            self._queues[row.bucket].append(entry)
+
     def _leave(self, sequence: Sequence) -> None:
         sequence.waiting = False
         self.counts[sequence.bucket] -= 1

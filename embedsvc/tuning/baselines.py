@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from math import inf
 
-from embedsvc.engine.policy import Limits, padded_width
+from embedsvc.engine.buckets import Limits, padded_width
 from embedsvc.engine.sequence import Batch, Sequence
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from embedsvc.engine.buckets import WIDTH_STEP, Limits
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.policy import WIDTH_STEP, Limits
 from embedsvc.tuning.histogram import Counts
 
 MAX_EDGES = 32

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embedsvc.engine.buckets import Limits, padded_width
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.policy import Limits, padded_width
 from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 
 Cost = Callable[[int, int], float]
