@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve test lint format reference quality
+.PHONY: setup serve test lint format reference quality smoke pressure
 
 setup: $(STAMP)
 
@@ -39,3 +39,13 @@ reference: $(STAMP)
 # SciFact nDCG@10 through HTTP; needs the data of loadtest/workload.py.
 quality: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m loadtest.quality
+
+# Locust's users at a weightless server, for 20 seconds.
+smoke: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m loadtest.smoke
+
+# The served model under pressure; about five minutes. ARGS="--backend hash" is quicker.
+pressure: $(STAMP)
+	failed=; for run in overload burst ghosts idle restart; do \
+		echo "== $$run"; HF_HUB_OFFLINE=1 $(BIN)/python -m loadtest.$$run $(ARGS) || failed=1; \
+	done; test -z "$$failed"

@@ -1,169 +1,28 @@
-"""Load client: `python -m loadtest.client --url http://127.0.0.1:8000 --clients 64`.
+"""Load client: `python -m loadtest.client --url http://127.0.0.1:8000 --rate 200 --slo-ms 250`.
 
-One event loop with raw connections, since it shares the machine with the server. Who decides when a
-call leaves (`closed_loop`) is apart from sending, checking and counting it (`Load.call`).
+Without a rate the loop is closed: every client sends its next call when its last is answered. With
+one it is open: when each call leaves is fixed before the run, whatever the server does meanwhile.
+One event loop with raw connections, since it shares the machine with the server.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import itertools
 import json
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import sys
 from urllib.parse import urlsplit
 
-import numpy as np
 import uvloop
 
-from embedsvc.bench.connection import Connection, ReplyError, embeddings_body, post, read_reply
-from embedsvc.metrics import length_class
 from loadtest import workload
+from loadtest.arrivals import KINDS, Offsets, arrivals
+from loadtest.closed import ClosedLoop
+from loadtest.open import Call, OpenLoop, calls_for
+from loadtest.outcome import Outcome, percentiles_ms
 
-# A refused client that comes back at once would measure nothing but refusals.
-REFUSED_PAUSE_S = 0.1
-
-
-@dataclass(slots=True)
-class Call:
-    """One request, built beforehand."""
-
-    request: bytes
-    n_texts: int
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of the calls that finished inside the measured window.
-
-    Attributes:
-        seconds: length of the window.
-        texts: texts answered.
-        tokens: `usage.prompt_tokens` of the answers.
-        latencies: seconds from the first byte out to the last byte in, by length class of the text.
-        errors: failed calls by status, `connection` or `reply`.
-    """
-
-    seconds: float = 0.0
-    texts: int = 0
-    tokens: int = 0
-    latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    errors: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def texts_per_s(self) -> float:
-        """Texts answered per second."""
-        return self.texts / self.seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens answered per second."""
-        return self.tokens / self.seconds
-
-    def summary(self) -> dict[str, object]:
-        """Return rates, errors and latency percentiles (in milliseconds) as plain JSON types."""
-        everything = [value for values in self.latencies.values() for value in values]
-        return {
-            "seconds": round(self.seconds, 2),
-            "texts_per_s": round(self.texts_per_s, 1),
-            "tokens_per_s": round(self.tokens_per_s),
-            "errors": dict(self.errors),
-            "latency_ms": {
-                name: percentiles_ms(values)
-                for name, values in [("all", everything), *sorted(self.latencies.items())]
-            },
-        }
-
-
-def percentiles_ms(seconds: list[float]) -> dict[str, float]:
-    """Return count and percentiles of latencies, in milliseconds."""
-    if not seconds:
-        return {"n": 0}
-    p50, p90, p99, top = np.percentile(seconds, [50, 90, 99, 100]) * 1e3
-    named = {"p50": p50, "p90": p90, "p99": p99, "max": top}
-    return {"n": len(seconds), **{name: round(float(value), 1) for name, value in named.items()}}
-
-
-class Load:
-    """Sends calls, checks every reply, counts what finishes inside the window.
-
-    The window opens when `n_warmup` calls have finished and closes `n_measured` calls later, so
-    that it holds the workload once, however fast the server is. Calls repeat in order until then.
-    """
-
-    def __init__(self, calls: list[Call], dim: int, n_warmup: int, n_measured: int) -> None:
-        self.outcome = Outcome()
-        self._calls: Iterator[Call] = itertools.cycle(calls)
-        self._dim = dim
-        self._n_finished = 0
-        self._opens, self._closes = n_warmup, n_warmup + n_measured
-        self._opened = time.perf_counter()
-
-    @property
-    def over(self) -> bool:
-        """Whether the window has closed."""
-        return self._n_finished >= self._closes
-
-    async def call(self, connection: Connection) -> None:
-        """Send the next call and count what comes of it."""
-        call = next(self._calls)
-        sent = time.perf_counter()
-        error, tokens = "", 0
-        try:
-            answer = await connection.send(call.request)
-            if answer.status == 200:
-                tokens = read_reply(answer.body, call.n_texts, self._dim).usage.prompt_tokens
-            else:
-                error = str(answer.status)
-        except OSError:
-            error = "connection"
-        except ReplyError:
-            error = "reply"
-        self._count(call, sent, tokens, error)
-        if error:
-            await asyncio.sleep(REFUSED_PAUSE_S)
-
-    def _count(self, call: Call, sent: float, tokens: int, error: str) -> None:
-        now = time.perf_counter()
-        self._n_finished += 1
-        if self._n_finished == self._opens:
-            self._opened = now
-        if not self._opens < self._n_finished <= self._closes:
-            return
-        self.outcome.seconds = now - self._opened
-        if error:
-            self.outcome.errors[error] += 1
-            return
-        self.outcome.texts += call.n_texts
-        self.outcome.tokens += tokens
-        self.outcome.latencies[length_class(tokens // call.n_texts)].append(now - sent)
-
-
-async def closed_loop(load: Load, host: str, port: int, n_clients: int) -> Outcome:
-    """Run clients that send their next call as soon as the last is answered."""
-
-    async def client() -> None:
-        connection = Connection(host, port)
-        while not load.over:
-            await load.call(connection)
-        connection.close()
-
-    await asyncio.gather(*(client() for _ in range(n_clients)))
-    return load.outcome
-
-
-def calls_for(
-    host: str, port: int, model: str, texts: list[str], texts_per_call: int = 1
-) -> list[Call]:
-    """Return one call for every `texts_per_call` texts."""
-    groups = [texts[i : i + texts_per_call] for i in range(0, len(texts), texts_per_call)]
-    return [
-        Call(post(host, port, "/v1/embeddings", embeddings_body(model, group)), len(group))
-        for group in groups
-    ]
+# A client that leaves later than this measures itself.
+MAX_LAG_MS = 50.0
+N_CONNECTIONS = 4_096
 
 
 def run_closed(
@@ -176,35 +35,91 @@ def run_closed(
     texts_per_call: int = 1,
     n_warmup: int = 500,
     n_measured: int | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Outcome:
     """Measure a closed loop from a thread without an event loop."""
-    calls = calls_for(*address, model, texts, texts_per_call)
-    load = Load(calls, dim, n_warmup, len(calls) if n_measured is None else n_measured)
-    return uvloop.run(closed_loop(load, *address, n_clients))
+    calls = calls_for(*address, model, texts, texts_per_call, headers)
+    loop = ClosedLoop(calls, dim, n_warmup, len(calls) if n_measured is None else n_measured)
+    return uvloop.run(loop.run(*address, n_clients))
+
+
+def run_open(
+    address: tuple[str, int],
+    calls: list[Call],
+    offsets: Offsets,
+    *,
+    dim: int,
+    n_connections: int = N_CONNECTIONS,
+    give_up_s: float = 60.0,
+) -> Outcome:
+    """Measure an open loop from a thread without an event loop."""
+    loop = OpenLoop(address, calls, dim=dim, n_connections=n_connections, give_up_s=give_up_s)
+    return uvloop.run(loop.run(offsets))
+
+
+def fell_behind(outcome: Outcome) -> bool:
+    """Whether calls left so late that the client measured itself; says so on stderr."""
+    lag = percentiles_ms(outcome.lags).get("p99", 0.0)
+    if lag > MAX_LAG_MS:
+        print(f"the client fell behind its schedule: {lag:.0f} ms at p99", file=sys.stderr)
+    return lag > MAX_LAG_MS
 
 
 def main() -> None:
     """Measure a running server with the mixed workload."""
+    args = _arguments()
+    url = urlsplit(args.url)
+    address = (url.hostname or "127.0.0.1", url.port or 80)
+    texts = workload.mixed(args.texts)
+    headers = {} if args.timeout_s is None else {"x-request-timeout": f"{args.timeout_s:g}"}
+    if args.rate is None:
+        outcome = run_closed(
+            address,
+            args.model,
+            texts,
+            dim=args.dim,
+            n_clients=args.clients,
+            texts_per_call=args.texts_per_call,
+            n_warmup=args.warmup,
+            headers=headers,
+        )
+    else:
+        outcome = run_open(
+            address,
+            calls_for(*address, args.model, texts, args.texts_per_call, headers),
+            arrivals(args.arrivals, args.rate, args.seconds, args.seed),
+            dim=args.dim,
+            n_connections=args.connections,
+            give_up_s=args.give_up_s,
+        )
+        fell_behind(outcome)
+    if args.json:
+        print(json.dumps(outcome.summary(args.slo_ms), indent=2))
+    else:
+        print(outcome.table(args.slo_ms))
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="all-MiniLM-L6-v2")
     parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--texts", type=int, default=workload.N_TEXTS)
     parser.add_argument("--texts-per-call", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=500, help="calls before the window opens")
-    args = parser.parse_args()
-    url = urlsplit(args.url)
-    outcome = run_closed(
-        (url.hostname or "127.0.0.1", url.port or 80),
-        args.model,
-        workload.mixed(args.texts),
-        dim=args.dim,
-        n_clients=args.clients,
-        texts_per_call=args.texts_per_call,
-        n_warmup=args.warmup,
-    )
-    print(json.dumps(outcome.summary(), indent=2))
+    parser.add_argument("--timeout-s", type=float, help="deadline that every call states")
+    parser.add_argument("--slo-ms", type=float, help="what a good answer takes at most")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    closed = parser.add_argument_group("closed loop")
+    closed.add_argument("--clients", type=int, default=64)
+    closed.add_argument("--warmup", type=int, default=500, help="calls before the window opens")
+    open_ = parser.add_argument_group("open loop")
+    open_.add_argument("--rate", type=float, help="calls per second")
+    open_.add_argument("--seconds", type=float, default=20.0)
+    open_.add_argument("--arrivals", choices=KINDS, default="poisson")
+    open_.add_argument("--seed", type=int, default=0)
+    open_.add_argument("--connections", type=int, default=N_CONNECTIONS, help="open at once")
+    open_.add_argument("--give-up-s", type=float, default=60.0, help="hang up after so long")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from embedsvc.bench.serving import served
 from embedsvc.config import DEFAULT_SOURCE
 from embedsvc.models.source import resolve
 from loadtest.vectors import Vectors, embed
-from loadtest.workload import DATA, SEED, read_lines
+from loadtest.workload import SEED, TEXTS, read_lines
 
 MAX_DIFFERENCE = 1e-5
 MIN_COSINE = 0.9999
@@ -28,7 +28,7 @@ MIN_COSINE = 0.9999
 def texts_of_every_kind(n_texts: int) -> list[str]:
     """Return as many texts of each kind as there are of the rarest share, shuffled."""
     by_kind: dict[str, list[str]] = defaultdict(list)
-    for row in read_lines(DATA / "texts" / "mixed.jsonl.gz"):
+    for row in read_lines(TEXTS):
         by_kind[row["kind"]].append(row["text"])
     rng = random.Random(SEED)
     share = n_texts // len(by_kind)

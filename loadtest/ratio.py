@@ -15,7 +15,8 @@ from pathlib import Path
 
 from embedsvc.bench.serving import served
 from loadtest import workload
-from loadtest.client import Outcome, run_closed
+from loadtest.client import run_closed
+from loadtest.outcome import Outcome
 
 BAR = 0.78
 

@@ -17,6 +17,7 @@ import msgspec
 from embedsvc.bench.texts import builtin_texts
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+TEXTS = DATA / "texts" / "mixed.jsonl.gz"
 SHORT = {"support_question", "assistant_utterance"}
 LONG = {"doc_section", "source_function", "paper_abstract", "cli_page"}
 SHORT_SHARE = 0.65
@@ -33,18 +34,31 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def mixed(n_texts: int = N_TEXTS, seed: int = SEED) -> list[str]:
     """Return the mixed workload: 65 % short questions, 35 % passages, shuffled."""
-    path = DATA / "texts" / "mixed.jsonl.gz"
-    if not path.exists():
-        print(f"{path} is absent: built-in texts instead", file=sys.stderr)
-        return builtin_texts(n_texts, seed)
-    rows = read_lines(path)
-    short = [row["text"] for row in rows if row["kind"] in SHORT]
-    long = [row["text"] for row in rows if row["kind"] in LONG and row["wp"] in LONG_WORD_PIECES]
+    if not TEXTS.exists():
+        return _builtin(n_texts, seed)
+    short, long = questions_and_passages()
     rng = random.Random(seed)
     n_short = round(n_texts * SHORT_SHARE)
     texts = _draw(rng, short, n_short) + _draw(rng, long, n_texts - n_short)
     rng.shuffle(texts)
     return texts
+
+
+def questions_and_passages() -> tuple[list[str], list[str]]:
+    """Return the short questions and the passages that the mixed workload is drawn from."""
+    if not TEXTS.exists():
+        texts = sorted(_builtin(N_TEXTS, SEED), key=len)
+        n_short = round(N_TEXTS * SHORT_SHARE)
+        return texts[:n_short], texts[n_short:]
+    rows = read_lines(TEXTS)
+    short = [row["text"] for row in rows if row["kind"] in SHORT]
+    long = [row["text"] for row in rows if row["kind"] in LONG and row["wp"] in LONG_WORD_PIECES]
+    return short, long
+
+
+def _builtin(n_texts: int, seed: int) -> list[str]:
+    print(f"{TEXTS} is absent: built-in texts instead", file=sys.stderr)
+    return builtin_texts(n_texts, seed)
 
 
 def _draw(rng: random.Random, texts: list[str], n: int) -> list[str]:

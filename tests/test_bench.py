@@ -1,76 +1,22 @@
-"""The load client and the benchmarks' own arithmetic."""
+"""The load connection and the benchmarks' own arithmetic."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from embedsvc.bench.connection import Connection, ReplyError, embeddings_body, post, read_reply
 from embedsvc.bench.offline import sorted_batches
 from embedsvc.bench.texts import builtin_texts, read_texts
-from embedsvc.engine.policy import Limits
+from embedsvc.engine.buckets import Limits
 from loadtest import workload
-from loadtest.client import Load, Outcome, calls_for, closed_loop
 from loadtest.quality import ndcg
-
-DIM = 5
-VECTOR = base64.b64encode(bytes(4 * DIM)).decode()
-# Answers one request that was read whole; returns what is written back.
-Answering = Callable[[bytes], Awaitable[bytes]]
-
-
-def reply(n_texts: int, tokens: int = 7) -> bytes:
-    """Return a reply with `n_texts` vectors as JSON."""
-    data = [{"embedding": VECTOR, "index": index} for index in range(n_texts)]
-    return msgspec.json.encode({"data": data, "usage": {"prompt_tokens": tokens}})
-
-
-def http(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
-    """Return a whole HTTP reply."""
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{extra}\r\n".encode() + body
-
-
-@asynccontextmanager
-async def listening(answer: Answering) -> AsyncIterator[tuple[str, int]]:
-    """Run a server of whole requests on a free port; yield its address."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
-            written = await answer(await reader.readexactly(length))
-            for start in range(0, len(written), 50):
-                writer.write(written[start : start + 50])
-                await writer.drain()
-            if not written or b"connection: close" in written:
-                break
-
-    handlers: list[asyncio.Task[None]] = []
-
-    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        handlers.append(task)
-        with suppress(asyncio.IncompleteReadError):
-            await serve(reader, writer)
-        writer.close()
-        await writer.wait_closed()
-
-    server = await asyncio.start_server(served, "127.0.0.1", 0)
-    async with server:
-        yield "127.0.0.1", server.sockets[0].getsockname()[1]
-        await asyncio.gather(*handlers)
+from tests.wire import DIM, VECTOR, http, listening, reply
 
 
 async def test_answers_are_cut_out_of_the_stream() -> None:
@@ -134,29 +80,6 @@ def test_a_reply_of_another_shape_is_refused(body: bytes) -> None:
 def test_a_reply_of_the_right_shape_is_read() -> None:
     """A reply gives vectors and tokens."""
     assert read_reply(reply(2, tokens=9), 2, DIM).usage.prompt_tokens == 9
-
-
-def test_a_closed_loop_counts_the_window_once() -> None:
-    """After warm-up exactly the measured calls count: texts, tokens, errors by kind."""
-    outcome = uvloop.run(six_calls())
-
-    assert (outcome.texts, outcome.tokens, dict(outcome.errors)) == (4, 28, {"429": 2})
-    assert len(outcome.latencies["le_32"]) == 4
-    assert outcome.seconds > 0
-    assert outcome.summary()["errors"] == {"429": 2}
-
-
-async def six_calls() -> Outcome:
-    """Measure six calls after three, against a server that refuses every third."""
-    answers = itertools.cycle([http(reply(1)), http(reply(1)), http(b"{}", "429 Busy")])
-
-    async def answer(_: bytes) -> bytes:
-        return next(answers)
-
-    async with listening(answer) as address:
-        calls = calls_for(*address, "m", ["a", "b"])
-        load = Load(calls, DIM, n_warmup=3, n_measured=6)
-        return await closed_loop(load, *address, n_clients=1)
 
 
 def test_requests_carry_the_texts_as_they_are() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import msgspec
@@ -41,6 +42,32 @@ class Connection(asyncio.Protocol):
         self._received = b""
         self._answered: asyncio.Future[Answer] | None = None
 
+    @property
+    def connected(self) -> bool:
+        """Whether a request can be written, as far as is known here."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def connect(self) -> None:
+        """Connect, unless connected.
+
+        Raises:
+            OSError: the server cannot be reached.
+        """
+        if not self.connected:
+            self._received = b""
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: self, *self._address)
+
+    def start(self, request: bytes) -> asyncio.Future[Answer]:
+        """Write one request to the open connection; return its answer to come.
+
+        The future fails as `send` does. Cancel it only together with `close`.
+        """
+        assert self._transport is not None
+        self._answered = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return self._answered
+
     async def send(self, request: bytes) -> Answer:
         """Send one request and return its answer.
 
@@ -48,14 +75,8 @@ class Connection(asyncio.Protocol):
             OSError: no connection, or it was lost before the answer was complete.
             ReplyError: the answer has no content-length.
         """
-        loop = asyncio.get_running_loop()
-        if self._transport is None or self._transport.is_closing():
-            self._received = b""
-            await loop.create_connection(lambda: self, *self._address)
-        assert self._transport is not None
-        self._answered = loop.create_future()
-        self._transport.write(request)
-        return await self._answered
+        await self.connect()
+        return await self.start(request)
 
     def close(self) -> None:
         """Close the connection."""
@@ -95,13 +116,27 @@ class Connection(asyncio.Protocol):
             self._answered.set_exception(error)
 
 
-def post(host: str, port: int, path: str, body: bytes) -> bytes:
+def post(
+    host: str, port: int, path: str, body: bytes, headers: Mapping[str, str] | None = None
+) -> bytes:
     """Return the bytes of a JSON POST request."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    all_headers = {
+        "host": f"{host}:{port}",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **(headers or {}),
+    }
+    return _head("POST", path, all_headers) + body
+
+
+def get(host: str, port: int, path: str) -> bytes:
+    """Return the bytes of a GET request."""
+    return _head("GET", path, {"host": f"{host}:{port}"})
+
+
+def _head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 def embeddings_body(model: str, texts: list[str], encoding_format: str = "base64") -> bytes:

@@ -29,16 +29,21 @@ class Server:
     Attributes:
         host: where it listens.
         port: where it listens.
-        pid: its process id.
+        process: its process.
         ready_s: seconds from start to ready.
         banner: what it printed so far.
     """
 
     host: str
     port: int
-    pid: int
+    process: subprocess.Popen[str]
     ready_s: float
     banner: str
+
+    @property
+    def pid(self) -> int:
+        """Id of its process."""
+        return self.process.pid
 
     @property
     def address(self) -> tuple[str, int]:
@@ -47,30 +52,42 @@ class Server:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[Server]:
+def served(*arguments: str, log: IO[str] | None = None) -> Iterator[Server]:
     """Run `embedsvc serve` with these arguments on a free port; stop it at the end.
+
+    Args:
+        arguments: flags of `serve`; a port among them is taken.
+        log: where its stderr goes instead of ours.
 
     Raises:
         ServerError: it ended before it was ready; its own message is on stderr.
     """
-    with running([sys.executable, "-m", "embedsvc.cli", "serve", "--port", "0", *arguments]) as it:
-        yield it
+    command = [sys.executable, "-m", "embedsvc.cli", "serve", "--port", "0", *arguments]
+    with running(command, log=log) as server:
+        yield server
 
 
 @contextmanager
-def running(command: list[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+def running(
+    command: list[str], environment: dict[str, str] | None = None, log: IO[str] | None = None
+) -> Iterator[Server]:
     """Run a command that prints `ready on http://HOST:PORT` and an empty line; stop it at the end.
 
     Args:
         command: run without a shell.
         environment: variables besides those of this process.
+        log: where its stderr goes instead of ours.
 
     Raises:
         ServerError: it ended before it printed that.
     """
     started = time.perf_counter()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})
+        command,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=os.environ | (environment or {}),
     ) as process:
         try:
             assert process.stdout is not None
@@ -79,7 +96,7 @@ def running(command: list[str], environment: dict[str, str] | None = None) -> It
             if found is None:
                 raise ServerError(f"{' '.join(command)}: ended with status {process.wait()}")
             ready_s = time.perf_counter() - started
-            yield Server(found[1], int(found[2]), process.pid, ready_s, banner)
+            yield Server(found[1], int(found[2]), process, ready_s, banner)
         finally:
             process.terminate()
             try:
