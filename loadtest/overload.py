@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
 
-from embedsvc.bench.serving import Server, served
+from embedsvc.bench.serving import Server, ServerError, served
 from loadtest import workload
 from loadtest.arrivals import arrivals
 from loadtest.client import MAX_LAG_MS, run_closed, run_open
@@ -43,10 +46,10 @@ def main() -> None:
     parser.add_argument("--peak-calls", type=int, default=2_000, help="measured for the peak")
     parser.add_argument("--max-rate", type=float, default=float("inf"), help="calls per second")
     args, flags = arguments(parser)
+    texts = workload.mixed()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "server.log")
-        with path.open("a") as log, served(*flags, log=log) as server:
-            texts = workload.mixed()
+        with logged_to(path), path.open("a") as log, served(*flags, log=log) as server:
             peak = run_closed(
                 server.address,
                 model_of(server),
@@ -63,6 +66,16 @@ def main() -> None:
             lines = path.read_text().splitlines()[n_before:]
     print(f"{rate:.0f} calls/s, deadline {TIMEOUT_S:g} s:\n{outcome.table(TIMEOUT_S * 1e3)}\n")
     judge(peak, outcome, busy, lines, args.seconds)
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Show the server's log where it did not start."""
+    try:
+        yield
+    except ServerError:
+        print(path.read_text(), file=sys.stderr)
+        raise
 
 
 def overload(server: Server, texts: list[str], rate: float, seconds: float) -> Outcome:
