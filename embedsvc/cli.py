@@ -123,6 +123,24 @@ def check(config: Path, config_only: bool, log_level: str, **flags: Any) -> None
     sys.exit(not right)
 
 
+@main.command()
+@config_argument()
+@option("--host", help="Address it listens on.")
+@option("--port", type=click.IntRange(1, 65535), help="Its port.")
+def health(config: Path | None, **flags: Any) -> None:
+    """Ask the server on this machine whether it is ready; the exit status is 1 where it is not.
+
+    File and environment are read as by `serve`, so that it is asked where it listens.
+    """
+    with mistakes_in_one_line():
+        server = load_config(config, flags).server
+        from embedsvc.http.probe import probe
+
+        is_ready, state = probe(server)
+    click.echo(state, err=not is_ready)
+    sys.exit(not is_ready)
+
+
 @main.group()
 def bench() -> None:
     """Measure this machine."""
