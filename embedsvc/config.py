@@ -47,8 +47,45 @@ class ServerConfig(Section, frozen=True):
     max_request_tokens: Annotated[
         int, Meta(ge=1, description="Most tokens in one request, all its texts together.")
     ] = 300_000
+    header_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest time for a request's headers, from its first byte."),
+    ] = 20.0
+    body_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Longest time for a request's body; after 10 s it must also have come "
+            "faster than 1 KiB a second. Raise it for large uploads over slow lines.",
+        ),
+    ] = 120.0
+    write_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest time an answer waits for a client that does not read it."),
+    ] = 120.0
+    slow_request_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Requests for vectors that take longer are logged, one line each, as are "
+            "those that fail; `inf` logs the failed only.",
+        ),
+    ] = 10.0
+    drain_delay_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="After SIGTERM, still accept requests for this long while not ready, so "
+            "that load balancers notice; 5 in Kubernetes, 0 where nothing balances.",
+        ),
+    ] = 0.0
     drain_timeout_s: Annotated[
-        float, Meta(ge=0, description="After SIGTERM, wait this long for requests in flight.")
+        float,
+        Meta(
+            ge=0,
+            description="After drain_delay_s, wait this long for requests in flight. In Kubernetes "
+            "terminationGracePeriodSeconds must be 10 more than both together.",
+        ),
     ] = 30.0
     cache_dir: Annotated[
         str,
@@ -80,7 +117,7 @@ class BatchingConfig(Section, frozen=True):
         list[PositiveInt] | Auto,
         Meta(
             description="Ascending upper edges of the length buckets in tokens; the model's "
-            "maximum is always the last. `auto` takes half powers of two."
+            "maximum is always the last. `auto` learns them from the traffic and follows it."
         ),
     ] = "auto"
     max_batch_tokens: Annotated[

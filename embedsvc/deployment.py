@@ -34,6 +34,7 @@ from embedsvc.models.host import usable_cores
 from embedsvc.models.source import ModelFolder, resolve
 from embedsvc.models.verify import CheckedModel, check_golden
 from embedsvc.tokenization import Tokenizer
+from embedsvc.tuning.refit import Refit
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Deployment:
     tokenizer: Tokenizer
     engine: Engine
     metrics: VersionMetrics
+    refit: Refit | None
     created: int
 
     @property
@@ -160,8 +162,23 @@ def deploy(
     if version.backend != "hash":
         check_golden(cast(CheckedModel, model), folder, cache)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
-    created = int(time.time())
-    return Deployment(model_config, version, folder, tokenizer, engine, engine_metrics, created)
+    return Deployment(
+        config=model_config,
+        settings=version,
+        folder=folder,
+        tokenizer=tokenizer,
+        engine=engine,
+        metrics=engine_metrics,
+        refit=_refit(version, engine.policy),
+        created=int(time.time()),
+    )
+
+
+def _refit(version: VersionConfig, policy: Policy) -> Refit | None:
+    """Return what follows the traffic, where the configuration leaves the edges to it."""
+    if version.batching.buckets != "auto":
+        return None
+    return Refit(policy.buckets.edges, policy.cost, policy.limits)
 
 
 def _measurement_key(folder: ModelFolder, model: Model) -> dict[str, Any]:

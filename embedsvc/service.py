@@ -31,6 +31,7 @@ from embedsvc.errors import (
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
 from embedsvc.tokenization import Encoded, Token, TokenizerPool
+from embedsvc.traffic import follow_traffic
 from embedsvc.vectors import finish
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Service:
         self._devices = Devices(config)
         self._tokenizers = TokenizerPool(max(1, min(4, usable_cores())))
         self._phase: State = "loading"
+        self._following: list[asyncio.Task[None]] = []
         self._refused = 0
 
     # --- life cycle ------------------------------------------------------------------------------
@@ -80,6 +82,7 @@ class Service:
                 )
                 deployment.engine.start()
                 self._deployments[model.name] = deployment
+                self._following.append(asyncio.create_task(follow_traffic(deployment)))
         except BaseException:
             self._phase = "failed"
             raise
@@ -89,6 +92,8 @@ class Service:
     async def stop(self) -> None:
         """Refuse new calls, finish those in flight within the drain time, free everything."""
         self._phase = "stopping"
+        for task in self._following:
+            task.cancel()
         drain_s = self.config.server.drain_timeout_s
         engines = [d.engine for d in self._deployments.values()]
         await asyncio.gather(*(engine.stop(drain_s) for engine in engines))
@@ -227,6 +232,8 @@ class Service:
             engine.admission.release(n, estimate)
             raise
         engine.admission.adjust(tokens - estimate)
+        if deployment.refit is not None:
+            deployment.refit.count(sequence.length for sequence in sequences)
         return request, sequences, sum(e.truncated for e in encoded)
 
     def _note_refusal(self, queue_s: float) -> None:

@@ -114,6 +114,11 @@ class Engine:
         """Predicted seconds until everything submitted now is done."""
         return sum(self._ledger.pending_s.values()) / self.device.slots
 
+    @property
+    def mean_wait_s(self) -> float:
+        """Mean seconds that recent rows waited for the device."""
+        return self._ledger.mean_wait_s
+
     def price(self, length: int) -> float:
         """Return the predicted slot seconds of a row, its share of a full batch included."""
         return self.policy.buckets.price(length)

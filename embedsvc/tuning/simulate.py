@@ -164,7 +164,13 @@ class _Simulation:
         self.outcome.served.append(served)
 
 
-def replay(arrivals: Iterable[Arrival], chooser: Chooser, slots: int, cost: Cost) -> Outcome:
+def replay(
+    arrivals: Iterable[Arrival],
+    chooser: Chooser,
+    slots: int,
+    cost: Cost,
+    on_arrival: Callable[[Arrival], None] = lambda _: None,
+) -> Outcome:
     """Run arrivals, in order of time, through a chooser.
 
     Args:
@@ -172,6 +178,7 @@ def replay(arrivals: Iterable[Arrival], chooser: Chooser, slots: int, cost: Cost
         chooser: an empty queue.
         slots: batches at once.
         cost: true seconds of a batch of (rows, width).
+        on_arrival: told each request before it is queued; may change the chooser.
     """
     simulation = _Simulation(chooser, slots, cost)
     coming = iter(arrivals)
@@ -185,6 +192,7 @@ def replay(arrivals: Iterable[Arrival], chooser: Chooser, slots: int, cost: Cost
         if arrival and due <= event:
             simulation.advance(due)
             n_texts += len(arrival.lengths)
+            on_arrival(arrival)
             simulation.arrive(arrival)
             arrival = next(coming, None)
             if arrival and arrival.at == due:

@@ -1,0 +1,43 @@
+"""Following the traffic: every few seconds, see whether other bucket edges would pay.
+
+One task of the event loop per model with automatic buckets; the search itself runs on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+
+from embedsvc.deployment import Deployment
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 10.0
+# Texts gather for at least this long, however idle the device is.
+MIN_WINDOW_S = 0.05
+
+
+async def follow_traffic(deployment: Deployment, interval_s: float = LOOK_INTERVAL_S) -> None:
+    """Switch bucket edges whenever held-out texts confirm that others are cheaper."""
+    refit = deployment.refit
+    if refit is None:
+        return
+    seen, since = refit.histogram.n_seen, monotonic()
+    while True:
+        await asyncio.sleep(interval_s)
+        n_seen, now = refit.histogram.n_seen, monotonic()
+        rate, seen, since = (n_seen - seen) / (now - since), n_seen, now
+        window_s = max(MIN_WINDOW_S, deployment.engine.mean_wait_s)
+        switch = await asyncio.to_thread(refit.propose, rate, window_s)
+        if switch is None:
+            continue
+        refit.accept(switch)
+        deployment.engine.set_edges(switch.edges)
+        deployment.metrics.edge_switches.inc()
+        log.info(
+            "bucket edges switched model=%s predicted_gain=%.1f%% rate=%.0f/s wait_s=%.3f "
+            "edges=%s former=%s",
+            deployment.config.name, 100 * switch.gain, rate, window_s,
+            list(switch.edges), list(switch.former),
+        )  # fmt: skip

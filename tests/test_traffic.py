@@ -1,0 +1,64 @@
+"""A served model's bucket edges follow the texts it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from embedsvc.calls import EmbedCall
+from embedsvc.config import BatchingConfig
+from embedsvc.engine.cost import CostModel
+from embedsvc.service import Service
+from embedsvc.traffic import follow_traffic
+from embedsvc.tuning.refit import Refit
+from tests.test_service import NAME, make_config
+
+
+@asynccontextmanager
+async def serving(cache: Path, batching: BatchingConfig) -> AsyncIterator[Service]:
+    service = Service(make_config(cache, batching=batching))
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+
+
+async def test_edges_of_a_running_engine_follow_the_traffic(tmp_path: Path) -> None:
+    """Texts keep their vectors while the edges move to where they are."""
+    async with serving(tmp_path, BatchingConfig(max_batch_tokens=512)) as service:
+        await check_following(service)
+
+
+async def check_following(service: Service) -> None:
+    (deployment,) = service._deployments.values()
+    former = list(deployment.engine.policy.buckets.edges)
+    # Weightless batches cost next to nothing whatever their shape; these edges are for real ones.
+    refit = Refit(former, CostModel(3e-3, 1e-4, 5e-5, 4e-8), deployment.engine.policy.limits)
+    refit.count([102, 3, 3] * 400)
+    priced = replace(deployment, refit=refit)
+
+    follower = asyncio.create_task(follow_traffic(priced, interval_s=0))
+    async with asyncio.timeout(10):
+        while deployment.engine.policy.buckets.edges == former:
+            await service.embed(EmbedCall(NAME, ["word " * 100, "word"]))
+    follower.cancel()
+
+    edges = deployment.engine.policy.buckets.edges
+    assert edges[-1] == 256
+    assert 104 in edges
+    assert refit.former == tuple(former)
+
+
+async def test_configured_edges_are_left_alone(tmp_path: Path) -> None:
+    """A list in the configuration is the user's choice."""
+    async with serving(tmp_path, BatchingConfig(buckets=[64, 256])) as service:
+        (deployment,) = service._deployments.values()
+
+        await asyncio.wait_for(follow_traffic(deployment, interval_s=0), timeout=5)
+
+        assert deployment.refit is None
+        assert deployment.engine.policy.buckets.edges == [64, 256]
