@@ -57,25 +57,27 @@ def main() -> None:
 async def haunt(address: Address, request: bytes, n_ghosts: int, seed: int) -> None:
     """Run both halves and end the process."""
     bars = Bars()
-    idle_s, n_tokens = await idle_latency(address, request)
+    # Kept, so that a call afterwards costs no more than one before.
+    connection = Connection(*address)
+    idle_s, n_tokens = await idle_latency(connection, request)
     print(f"idle: {idle_s * 1e3:.1f} ms, a text has {n_tokens} tokens", flush=True)
 
     endings = await one_by_one(address, request, n_ghosts // 2, N_AT_ONCE * idle_s, seed)
     print(f"one by one: {dict(endings)}", flush=True)
-    await judge_quiet(address, request, idle_s, bars)
+    await judge_quiet(address, connection, request, idle_s, bars)
 
     model = await info(address)
     rows = max(1, model["max_batch_tokens"] // n_tokens) * model["slots"] * BATCHES_PER_SLOT
     n_queued, n_computed = await all_at_once(address, request, n_ghosts // 2, n_tokens)
     print(f"together: {n_queued:.0f} in the queue when they left", flush=True)
     bars.at_most("together: rows computed after they left", n_computed, rows)
-    await judge_quiet(address, request, idle_s, bars)
+    await judge_quiet(address, connection, request, idle_s, bars)
+    connection.close()
     bars.exit()
 
 
-async def idle_latency(address: Address, request: bytes) -> tuple[float, int]:
+async def idle_latency(connection: Connection, request: bytes) -> tuple[float, int]:
     """Return the median seconds of one call after the other, and the tokens of its text."""
-    connection = Connection(*address)
     seconds = []
     tokens = 0
     for _ in range(N_IDLE_CALLS):
@@ -83,20 +85,18 @@ async def idle_latency(address: Address, request: bytes) -> tuple[float, int]:
         answer = await connection.send(request)
         seconds.append(perf_counter() - began)
         tokens = read_reply(answer.body, 1, DIM).usage.prompt_tokens
-    connection.close()
     return statistics.median(seconds), tokens
 
 
-async def judge_quiet(address: Address, request: bytes, idle_s: float, bars: Bars) -> None:
+async def judge_quiet(
+    address: Address, connection: Connection, request: bytes, idle_s: float, bars: Bars
+) -> None:
     """Print whether the queue empties, and what the next call takes."""
     seconds, busy = await seconds_to_idle(address, IDLE_WITHIN_S)
     bars.empty(f"gauges after {seconds:.2f} s", busy)
-    connection = Connection(*address)
-    await connection.connect()
     began = perf_counter()
     answer = await connection.send(request)
     took = perf_counter() - began
-    connection.close()
     read_reply(answer.body, 1, DIM)
     bars.at_most("next call, of the idle latency", took / idle_s, MAX_OF_IDLE)
 

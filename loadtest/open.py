@@ -50,7 +50,8 @@ class OpenLoop:
         calls: sent in order, again from the start where there are too few.
         dim: components of a vector.
         n_connections: most connections at once; calls that are due while all are taken wait.
-        give_up_s: seconds after which the client hangs up on a call.
+        give_up_s: seconds after which the client hangs up on a call, or no longer sends one that
+            found no connection.
     """
 
     def __init__(
@@ -153,10 +154,17 @@ class OpenLoop:
         return ending_of(answer.result(), n_texts, self._dim)
 
     def _end(self, connection: Connection, result: Result) -> None:
+        self._count(result)
+        now = time.perf_counter()
+        while self._waiting:
+            call, due = self._waiting.popleft()
+            if now - due < self._give_up_s:
+                self._dispatch(connection, call, due)
+                return
+            self._count(Result(GONE, due, now, now, call.n_texts, 0))
+        self._idle.append(connection)
+
+    def _count(self, result: Result) -> None:
         self._results.append(result)
         if len(self._results) == self._n_calls:
             self._over.set()
-        if self._waiting:
-            self._dispatch(connection, *self._waiting.popleft())
-        else:
-            self._idle.append(connection)

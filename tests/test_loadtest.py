@@ -283,11 +283,28 @@ async def test_a_client_gives_up() -> None:
 
     async with listening(answer) as address:
         calls = calls_for(*address, "m", ["a"])
-        loop = OpenLoop(address, calls, dim=DIM, n_connections=1, give_up_s=0.05)
-        outcome = await loop.run(np.array([0.0, 0.0]))
+        loop = OpenLoop(address, calls, dim=DIM, n_connections=1, give_up_s=0.3)
+        outcome = await loop.run(np.array([0.0, 0.25]))
         hung_up.set()
 
     assert [result.ending for result in outcome.results] == ["gone", OK]
+
+
+async def test_calls_that_wait_too_long_for_a_connection_are_not_sent() -> None:
+    """A client that is far behind its schedule ends all the same."""
+    gate = asyncio.Event()
+
+    async def answer(_: bytes) -> bytes:
+        await gate.wait()
+        return http(reply(1))
+
+    async with listening(answer) as address:
+        calls = calls_for(*address, "m", ["a"])
+        loop = OpenLoop(address, calls, dim=DIM, n_connections=1, give_up_s=0.02)
+        outcome = await loop.run(np.zeros(5))
+        gate.set()
+
+    assert outcome.endings == {"gone": 5}
 
 
 async def test_lost_connections_are_counted() -> None:
