@@ -38,12 +38,12 @@ async def check_following(service: Service) -> None:
     former = list(deployment.engine.policy.buckets.edges)
     # Weightless batches cost next to nothing whatever their shape; these edges are for real ones.
     refit = Refit(former, CostModel(3e-3, 1e-4, 5e-5, 4e-8), deployment.engine.policy.limits)
-    refit.count([102, 3, 3] * 400)
     priced = replace(deployment, refit=refit)
 
     follower = asyncio.create_task(follow_traffic(priced, interval_s=0))
     async with asyncio.timeout(10):
         while deployment.engine.policy.buckets.edges == former:
+            refit.count([102, 3, 3] * 100)
             await service.embed(EmbedCall(NAME, ["word " * 100, "word"]))
     follower.cancel()
 
