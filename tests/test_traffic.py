@@ -43,13 +43,13 @@ async def check_following(service: Service) -> None:
     follower = asyncio.create_task(follow_traffic(priced, interval_s=0))
     async with asyncio.timeout(10):
         while deployment.engine.policy.buckets.edges == former:
-            refit.count([102, 3, 3] * 100)
-            await service.embed(EmbedCall(NAME, ["word " * 100, "word"]))
+            refit.count([130, 180] * 300)
+            await service.embed(EmbedCall(NAME, ["word " * 128, "word " * 178]))
     follower.cancel()
 
     edges = deployment.engine.policy.buckets.edges
     assert edges[-1] == 256
-    assert 104 in edges
+    assert 136 in edges
     assert refit.former == tuple(former)
 
 
