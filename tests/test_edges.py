@@ -124,3 +124,15 @@ def test_the_histogram_outlives_its_own_weights() -> None:
 
     assert np.isfinite(counts).all()
     assert counts[5] < 1e-6 * counts[9]
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 7, 8, 16])
+def test_both_halves_of_the_histogram_see_every_kind(period: int) -> None:
+    """Texts that come in turns are in both halves, or edges could not be judged."""
+    histogram = LengthHistogram(64)
+    histogram.add([1 + n % period for n in range(4000)])
+
+    one, other = histogram.halves()
+
+    shares = one[1 : period + 1] / (one + other)[1 : period + 1]
+    assert ((shares > 0.3) & (shares < 0.7)).all()

@@ -12,12 +12,16 @@ Counts = npt.NDArray[np.float64]
 # Texts after which a text counts half. Counted in texts, not in time, so that a quiet hour forgets
 # nothing and a busy minute is enough to follow a change.
 HALF_LIFE_TEXTS = 2_000
+# 2^32 divided by the golden ratio; bit 15 of its multiples has no short period.
+# Source: multiplicative hashing, Knuth, The Art of Computer Programming 3, section 6.4.
+_SCATTER = 0x9E3779B1
 
 
 class LengthHistogram:
     """A decayed count of texts by length, kept in two halves.
 
-    Texts go to the halves in turn, so that edges fitted to one can be judged on the other.
+    Edges fitted to one half can be judged on the other. Which half a text goes to depends on its
+    number alone, but not in turns: queries and documents often alternate.
 
     Args:
         max_length: longest text in tokens.
@@ -35,7 +39,7 @@ class LengthHistogram:
     def add(self, lengths: Iterable[int]) -> None:
         """Count texts of some tokens each."""
         for length in lengths:
-            self._halves[self.n_seen % 2][length] += self._weight
+            self._halves[self.n_seen * _SCATTER >> 15 & 1][length] += self._weight
             self._weight *= self._growth
             self.n_seen += 1
         if self._weight > 1e12:
