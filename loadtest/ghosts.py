@@ -38,8 +38,9 @@ UPLOAD_SHARE = 0.2
 N_IDLE_CALLS = 50
 IDLE_WITHIN_S = 2.0
 MAX_OF_IDLE = 2.0
-# Batches a slot may finish for those who left: the one it runs, and one chosen before all are gone.
-BATCHES_PER_SLOT = 2
+# Batches a slot may finish for those who left: the one it runs, one chosen while they hang up, and
+# one while the server notices that so many have.
+BATCHES_PER_SLOT = 3
 
 
 def main() -> None:
