@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +88,9 @@ def main() -> None:
 def serve(config: Path | None, log_level: str, **flags: Any) -> None:
     """Serve until SIGTERM; without a file and flags, all-MiniLM-L6-v2 on 127.0.0.1:8000."""
     set_up_logging(log_level)
+    # Until the server takes the signal over: the kernel drops what the first process of a container
+    # does not handle, and the imports take seconds.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     with mistakes_in_one_line():
         effective = load_config(config, flags)
         from embedsvc.http import server

@@ -158,3 +158,14 @@ def test_serve_ends_with_status_0_after_sigterm(tmp_path: Path) -> None:
     assert re.fullmatch(r"embedsvc \S+ ready on http://127\.0\.0\.1:[1-9]\d+\n", first)
     assert process.returncode == 0
     assert "Traceback" not in log
+
+
+def test_a_signal_before_the_server_listens_ends_serve(tmp_path: Path) -> None:
+    """SIGTERM is a regular end from the first moment; here it reads its configuration."""
+    config = tmp_path / "config.toml"
+    os.mkfifo(config)
+    command = [sys.executable, "-m", "embedsvc.cli", "serve", str(config)]
+    with subprocess.Popen(command) as process, config.open("wb"):
+        process.terminate()
+
+        assert process.wait(10) == 0

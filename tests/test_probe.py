@@ -13,8 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from embedsvc.cli import main
-from embedsvc.config import ServerConfig
-from embedsvc.http.server import Server, listen
+from embedsvc.http.server import Server
 from embedsvc.service import Service
 from tests.http_fakes import FakeService
 
@@ -24,7 +23,7 @@ pytest_plugins = ["tests.http_fixtures"]
 @pytest.fixture
 async def port(service: FakeService) -> AsyncIterator[int]:
     """Yield the port of a server of the fake service."""
-    listener = listen(ServerConfig(port=0))
+    listener = socket.create_server(("127.0.0.1", 0))
     ready = asyncio.Event()
     server = Server(cast("Service", service), on_ready=ready.set)
     running = asyncio.create_task(server.serve(sockets=[listener]))

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
 
 import uvicorn
 from litestar import Litestar
@@ -88,8 +89,9 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for each in SIGNALS:
             loop.remove_signal_handler(each)
-            # Even a loop that hangs is ended by the second signal.
-            signal.signal(each, signal.SIG_DFL)
+            # Even a loop that hangs is ended by the second signal. The kernel keeps the default
+            # action from the first process of a container.
+            signal.signal(each, _exit_killed if os.getpid() == 1 else signal.SIG_DFL)
         log.info("%s: finishing what is in flight", signal.Signals(number).name)
         if self._service.state == "loading":
             _exit_now()
@@ -171,3 +173,8 @@ def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _exit_killed(number: int, _: FrameType | None) -> None:
+    """End at once, with the exit status that a shell shows for this signal."""
+    os._exit(128 + number)
