@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -57,4 +58,18 @@ async def test_an_idle_engine_admits_whatever_the_deadline() -> None:
     rig.engine.admit(1000, 100_000, INTERACTIVE, left_s=0.001)
 
     rig.engine.admission.release(1000, 100_000)
+    await rig.close()
+
+
+async def test_predictions_follow_the_pace_of_the_device() -> None:
+    """A device that turns slow makes later predictions longer, within a bound."""
+    ticks = itertools.count()
+    rig = make_rig(clock=lambda: float(next(ticks)))
+    before = rig.engine.own_s(1, 100)
+    for _ in range(100):
+        assert await rig.send([100], timeout_s=1e6).settled is None
+
+    after = rig.engine.own_s(1, 100)
+
+    assert 2 * before < after <= 4 * before
     await rig.close()

@@ -112,7 +112,11 @@ class Engine:
     @property
     def queue_s(self) -> float:
         """Predicted seconds until everything submitted now is done."""
-        return sum(self._ledger.pending_s.values()) / self.device.slots
+        return self._seconds(sum(self._ledger.pending_s.values()))
+
+    def _seconds(self, slot_s: float) -> float:
+        """Return predicted slot seconds as seconds at the pace of recent batches."""
+        return slot_s * self._ledger.pace / self.device.slots
 
     @property
     def mean_wait_s(self) -> float:
@@ -129,7 +133,7 @@ class Engine:
 
     def own_s(self, rows: int, tokens: int) -> float:
         """Return the predicted seconds of a request on the idle device."""
-        return rows * self.price(-(-tokens // rows)) / self.device.slots
+        return self._seconds(rows * self.price(-(-tokens // rows)))
 
     def admit(self, rows: int, tokens: int, priority: Priority, left_s: float) -> None:
         """Reserve room for a request that is predicted to be done in time, all or nothing.
@@ -143,9 +147,9 @@ class Engine:
         Raises:
             Overloaded: a bound would be passed or the deadline would probably be missed.
         """
-        slots = self.device.slots
-        own_s = self.own_s(rows, tokens)
-        finish_s = self._ledger.finish_s(own_s * slots, priority) / slots
+        own_slot_s = rows * self.price(-(-tokens // rows))
+        own_s = self._seconds(own_slot_s)
+        finish_s = self._seconds(self._ledger.finish_s(own_slot_s, priority))
         late_s = finish_s - PROMISED_SHARE * left_s
         if late_s > 0 and finish_s > own_s:
             raise Overloaded(

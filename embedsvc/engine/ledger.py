@@ -17,6 +17,9 @@ from embedsvc.errors import ClientGone, DeadlineExceeded, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
 
 WAIT_MEMORY = 0.01
+PACE_MEMORY = 0.02
+# One batch that was held up by something else does not decide what is admitted.
+MAX_PACE = 4.0
 
 
 class Ledger:
@@ -40,6 +43,8 @@ class Ledger:
     ) -> None:
         self.admission = admission
         self.pending_s = dict.fromkeys(Priority, 0.0)
+        # Measured over predicted time of recent batches: half of it is from the last 35.
+        self.pace = 1.0
         # Mean wait of recent rows: half of it is from the last 70.
         self.mean_wait_s = 0.0
         self._n_open = dict.fromkeys(Priority, 0)
@@ -79,6 +84,9 @@ class Ledger:
             ended: when it came back.
             failures: the answer to the request of each guilty row.
         """
+        if not failures and batch.predicted_s > 0:
+            pace = min(MAX_PACE, (ended - started) / batch.predicted_s)
+            self.pace += PACE_MEMORY * (pace - self.pace)
         for sequence, error in failures.items():
             self.close(sequence.request, error)
         for sequence in batch.sequences:
@@ -123,7 +131,7 @@ class Ledger:
         return True
 
     def finish_s(self, own_s: float, priority: Priority) -> float:
-        """Return the predicted slot seconds until a new request would be done.
+        """Return the slot seconds until a new request would be done, before correction by pace.
 
         Bulk work waits for everything. Interactive work shares the device with the open bulk
         requests by weight, so they take no more than their share before it is done.
