@@ -112,6 +112,14 @@ class MethodNotAllowed(RequestError):
     reason = "method_not_allowed"
 
 
+class RequestTimeout(RequestError):
+    """The request took too long to arrive."""
+
+    status = 408
+    type = "invalid_request_error"
+    reason = "too_slow"
+
+
 class BodyTooLarge(RequestError):
     """The request body is larger than the limit."""
 
@@ -126,6 +134,14 @@ class UnsupportedEncoding(RequestError):
     status = 415
     type = "invalid_request_error"
     reason = "unsupported_encoding"
+
+
+class HeadersTooLarge(RequestError):
+    """The request's line and headers are larger than the limit."""
+
+    status = 431
+    type = "invalid_request_error"
+    reason = "headers_too_large"
 
 
 class Overloaded(RequestError):

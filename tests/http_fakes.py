@@ -56,7 +56,7 @@ class FakeService:
         """Become ready."""
         self.state = "ready"
 
-    async def stop(self) -> None:
+    async def stop(self, drain_timeout_s: float | None = None) -> None:
         """Become unready."""
         self.state = "stopping"
 
@@ -188,7 +188,7 @@ class HeldService(FakeService):
         loop.add_reader(sys.stdin.fileno(), self.gate.set)
         await super().start()
 
-    async def stop(self) -> None:
+    async def stop(self, drain_timeout_s: float | None = None) -> None:
         """Refuse everyone who waits."""
         await super().stop()
         if self.gate is not None and not self.gate.is_set():

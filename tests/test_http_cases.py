@@ -21,7 +21,8 @@ import pytest
 import pytest_asyncio
 
 from embedsvc.config import BatchingConfig, Config, ModelConfig, ServerConfig, VersionConfig
-from embedsvc.http.server import Server, listen, url_of
+from embedsvc.http.server import Server
+from embedsvc.http.sockets import listen, url_of
 from embedsvc.service import Service
 from tests.http_fakes import URL, error_of
 

@@ -92,7 +92,8 @@ async def test_metrics_and_info_are_shown(client: httpx.AsyncClient) -> None:
     metrics = await client.get("/metrics")
 
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert 'embedsvc_requests_total{reason="ok",status="200"} 1.0' in metrics.text
+    counted = 'embedsvc_requests_total{reason="ok",route="/v1/embeddings",status="200"} 1.0'
+    assert counted in metrics.text
     assert (await client.get("/info")).json() == {"state": "ready"}
 
 

@@ -6,25 +6,70 @@ Any ASGI server can run it; `embedsvc.http.server` is the one with our shutdown.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from litestar import Litestar, asgi
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
+from litestar.types import HTTPScope, Message, Receive, Send
 
-from embedsvc.errors import RequestError
-from embedsvc.http import routes
+from embedsvc.errors import InternalError, RequestError
+from embedsvc.http import protocol, routes
+from embedsvc.http.journal import Journal
 from embedsvc.http.protocol import EmbeddingsEndpoint
 from embedsvc.http.replies import RequestIds
 from embedsvc.service import Service
 
 LOOP_LAG_INTERVAL_S = 0.5
+# Probes and scrapes come for ever and would hide what users do; embeddings count themselves.
+UNCOUNTED = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *protocol.PATHS))
+# What is counted where no route took the request.
+NO_ROUTE = "none"
 
 Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
 
 
-def create_app(service: Service, lifespan: Lifespan | None = None) -> Litestar:
+class App(Litestar):
+    """A Litestar app that counts its requests and lets those for vectors pass its router by.
+
+    The way through Litestar's router and middleware costs a request for vectors a fifth of its
+    time (measured: 339 against 270 µs of CPU a request). Other spellings of its path take that way.
+    """
+
+    endpoint: EmbeddingsEndpoint
+    journal: Journal
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request, or live one life."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+        elif scope["path"] in protocol.PATHS:
+            await self.endpoint.handle(scope, receive, send)
+        else:
+            await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
+        began, status = time.perf_counter(), InternalError.status
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_on)
+        finally:
+            route = scope.get("path_template", NO_ROUTE)
+            if route not in UNCOUNTED:
+                reason = routes.reason_of(scope)
+                self.journal.count(route, status, reason, time.perf_counter() - began)
+
+
+def create_app(service: Service, lifespan: Lifespan | None = None) -> App:
     """Return the app that serves a service.
 
     Args:
@@ -34,9 +79,10 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> Litestar:
             vectors is answered 503.
     """
     request_ids = RequestIds()
-    endpoint = EmbeddingsEndpoint(service, request_ids)
-    embeddings = asgi(["/v1/embeddings", "/embeddings"], copy_scope=False)(endpoint.handle)
-    app = Litestar(
+    journal = Journal(service.metrics, service.config.server.slow_request_s)
+    endpoint = EmbeddingsEndpoint(service, request_ids, journal)
+    embeddings = asgi(list(protocol.PATHS), copy_scope=False)(endpoint.handle)
+    app = App(
         route_handlers=[
             embeddings,
             routes.list_models,
@@ -57,6 +103,7 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> Litestar:
         openapi_config=None,
         logging_config=None,
     )
+    app.endpoint, app.journal = endpoint, journal
     app.state.draining = False
     app.state.request_ids = request_ids
     return app

@@ -1,4 +1,4 @@
-"""The request body: read up to a limit, unpacked, or thrown away.
+"""The request body: read up to a limit, and unpacked.
 
 Knows of ASGI's `receive` and of nothing else. Runs on the event loop.
 """
@@ -13,10 +13,6 @@ from litestar.types import Receive
 
 from embedsvc.errors import BodyTooLarge, ClientGone, InvalidRequest, UnsupportedEncoding
 
-# What is still read, and for how long, of a body that nobody wants: a connection closed over unread
-# bytes is reset by the kernel, and the client loses the answer that says why.
-DRAIN_BYTES = 256 * 1024 * 1024
-DRAIN_S = 10.0
 # Unpacked between two turns of the event loop; about 5 ms.
 GUNZIP_STEP_BYTES = 1024 * 1024
 # zlib's window bits for a gzip wrapper.
@@ -25,74 +21,48 @@ _GZIP = 31
 Headers = Mapping[bytes, bytes]
 
 
-class Body:
-    """The body of one request.
+async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes | bytearray:
+    """Read and unpack the body of one request.
 
-    Attributes:
-        complete: nothing is left to read.
+    Raises:
+        BodyTooLarge: packed or unpacked it is larger than the limit.
+        UnsupportedEncoding: it is packed in another way than gzip.
+        InvalidRequest: it is not the gzip it is said to be.
+        RequestTimeout: it takes too long to arrive.
+        ClientGone: the client left before the end.
     """
+    encoding = headers.get(b"content-encoding", b"").lower()
+    if encoding not in (b"", b"identity", b"gzip", b"x-gzip"):
+        raise UnsupportedEncoding("This server reads bodies encoded with gzip, or unencoded.")
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes)
+    body = await _read_all(receive, limit_bytes)
+    if encoding in (b"gzip", b"x-gzip"):
+        return await _gunzip(body, limit_bytes)
+    return body
 
-    __slots__ = ("_headers", "_receive", "complete")
 
-    def __init__(self, headers: Headers, receive: Receive) -> None:
-        self._headers = headers
-        self._receive = receive
-        self.complete = False
+async def _read_all(receive: Receive, limit_bytes: int) -> bytes | bytearray:
+    # Not copied where it comes in one piece.
+    body: bytes | bytearray
+    body, more = await _part(receive)
+    if more:
+        body = bytearray(body)
+        while more and len(body) <= limit_bytes:
+            part, more = await _part(receive)
+            body += part
+    if len(body) > limit_bytes:
+        raise _too_large(limit_bytes)
+    return body
 
-    async def read(self, limit_bytes: int) -> bytes | bytearray:
-        """Read and unpack the body.
 
-        Raises:
-            BodyTooLarge: packed or unpacked it is larger than the limit.
-            UnsupportedEncoding: it is packed in another way than gzip.
-            InvalidRequest: it is not the gzip it is said to be.
-            ClientGone: the client left before the end.
-        """
-        encoding = self._headers.get(b"content-encoding", b"").lower()
-        if encoding not in (b"", b"identity", b"gzip", b"x-gzip"):
-            raise UnsupportedEncoding("This server reads bodies encoded with gzip, or unencoded.")
-        declared = self._headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > limit_bytes:
-            raise _too_large(limit_bytes)
-        body = await self._read_all(limit_bytes)
-        if encoding in (b"gzip", b"x-gzip"):
-            return await _gunzip(body, limit_bytes)
-        return body
-
-    async def drain(self) -> bool:
-        """Throw away what is left, within bounds; say whether the connection can be used again."""
-        if self.complete:
-            return True
-        if b"expect" in self._headers:
-            # The client waits for a word before it sends; the final answer is that word.
-            return False
-        left = DRAIN_BYTES
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                while not self.complete and left > 0:
-                    left -= len(await self._chunk())
-        except TimeoutError:
-            return False
-        return self.complete
-
-    async def _read_all(self, limit_bytes: int) -> bytes | bytearray:
-        first = await self._chunk()
-        if self.complete and len(first) <= limit_bytes:
-            return first
-        body = bytearray(first)
-        while not self.complete and len(body) <= limit_bytes:
-            body += await self._chunk()
-        if len(body) > limit_bytes:
-            raise _too_large(limit_bytes)
-        return body
-
-    async def _chunk(self) -> bytes:
-        message = await self._receive()
-        if message["type"] != "http.request":
-            self.complete = True
-            raise ClientGone("The client left before the end of its request.")
-        self.complete = not message.get("more_body", False)
-        return message.get("body", b"")
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """Return the next part, and whether more follow."""
+    message = await receive()
+    if message["type"] != "http.request":
+        raise ClientGone("The client left before the end of its request.")
+    return message.get("body", b""), message.get("more_body", False)
 
 
 async def _gunzip(body: bytes | bytearray, limit_bytes: int) -> bytearray:

@@ -1,80 +1,308 @@
-"""One HTTP/1.1 connection: uvicorn's, corrected where clients of this API are hurt.
+"""One HTTP/1.1 connection: requests in and responses out, in order, within limits of time.
 
-Knows nothing of the app. Runs on the event loop.
+Knows nothing of routes. It is what uvicorn calls an HTTP protocol, and runs on the event loop.
 """
 
 from __future__ import annotations
 
-import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import asyncio
+from collections import deque
+from typing import Any, cast
 
-from embedsvc.errors import InvalidRequest
-from embedsvc.http.replies import error_reply
+import uvicorn
+from litestar.types import ASGIApp, HTTPScope
+from uvicorn.server import ServerState
 
-# What turns an ordinary request into an offer of another protocol.
-_OFFER = frozenset((b"upgrade", b"http2-settings"))
+from embedsvc.errors import RequestError, RequestTimeout
+from embedsvc.http.exchange import Exchange
+from embedsvc.http.outbox import Outbox
+from embedsvc.http.parser import Head, RequestParser, split_target
+from embedsvc.http.replies import CLOSE, Header, error_reply, head_of_reply
+from embedsvc.http.sockets import readable
+from embedsvc.http.timing import Deadline, Terms
+
+# A body is read no further while so much of it waits for the app.
+MAX_BUFFERED_BYTES = 1024 * 1024
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-class Connection(HttpToolsProtocol):
-    """Ignores offers of other protocols, and answers malformed HTTP with the error envelope.
+class Connection(asyncio.Protocol):
+    """Reads requests one after the other, and lets the app answer them one after the other."""
 
-    Java's HttpClient offers HTTP/2 with every first request. The parser takes the offer for the end
-    of HTTP and skips the body; since a server may ignore an offer (RFC 9110, 7.8), the request is
-    parsed again without it.
-    """
+    outbox: Outbox
+    _transport: asyncio.Transport
 
-    def on_headers_complete(self) -> None:
-        """Start the request, unless it will be parsed again."""
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
+    def __init__(
+        self,
+        *,
+        terms: Terms,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._terms = terms
+        self._app = cast("ASGIApp", config.loaded_app)
+        self._server_state = server_state
+        self._app_state = app_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self._parser = RequestParser(self)
+        # The exchange whose body the parser is in, since when, and how much of it came.
+        self._receiving: Exchange | None = None
+        self._body_began, self._body_bytes = 0.0, 0
+        # The exchange that the app answers, and those that wait for it to be done.
+        self._active: Exchange | None = None
+        self._queue: deque[Exchange] = deque()
+        # Nothing has come yet; no request is read after the present one; nothing is read any more.
+        self._fresh, self._ends, self._deaf = True, False, False
+        self._reading_paused = False
+        self._deadline = Deadline(self._loop, self._on_deadline)
+        self._head_timed = True
 
-    def on_message_complete(self) -> None:
-        """End the body of a request that was started."""
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
+    # --- called by the event loop ----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the first request."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.outbox = Outbox(self._transport, self._loop, self._terms.write_timeout_s)
+        self._server = _address(transport.get_extra_info("sockname"))
+        self._client = _address(transport.get_extra_info("peername"))
+        self._server_state.connections.add(self)  # type: ignore[arg-type]  # `shutdown` is enough
+        terms = self._terms
+        self._deadline.within(terms.last_request_s if terms.draining else terms.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived."""
-        self._unset_keepalive_if_required()
-        try:
-            while data:
-                data = self._feed(data)
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
-
-    def _feed(self, data: bytes) -> bytes:
-        """Parse data; return what is to be parsed after an offer was removed."""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            method = self.parser.get_method()
-            if method == b"CONNECT":
-                raise httptools.HttpParserError("CONNECT") from offer
-            version = self.parser.get_http_version().encode()
-            self.parser = httptools.HttpRequestParser(self)
-            # As uvicorn's own: a client may send on after it said `Connection: close`.
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-            head = self._head_without_offer(b"%s %s HTTP/%s" % (method, self.url, version))
-            return head + data[offer.args[0] :]
-        return b""
-
-    def _head_without_offer(self, request_line: bytes) -> bytes:
-        lines = [request_line]
-        for name, value in self.headers:
-            if name == b"connection":
-                tokens = [token.strip() for token in value.split(b",")]
-                value = b", ".join(token for token in tokens if token.lower() not in _OFFER)
-            if name not in _OFFER:
-                lines.append(b"%s: %s" % (name, value))
-        return b"\r\n".join([*lines, b"", b""])
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP and close; requests read before it are answered first."""
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            cycle.keep_alive = False
+        if self._deaf:
             return
-        reply = error_reply(InvalidRequest(msg), (b"connection", b"close"))
-        head = b"".join(b"%s: %s\r\n" % header for header in reply.headers)
-        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n" + reply.body)
-        self.transport.close()
+        self._fresh = False
+        try:
+            self._parser.feed(data)
+        except RequestError as error:
+            self._refuse(error)
+            return
+        if self._parser.in_head:
+            if not self._head_timed:
+                self._head_timed = True
+                self._deadline.within(self._terms.header_timeout_s)
+        elif self._receiving is not None and not self._receiving.complete:
+            self._expect_body()
+
+    def pause_writing(self) -> None:
+        """Hold the app back while the client does not read."""
+        self.outbox.block()
+
+    def resume_writing(self) -> None:
+        """Let the app go on."""
+        self.outbox.unblock(between_responses=self._active is None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell everyone who still works for this client."""
+        self._server_state.connections.discard(self)
+        self._deaf = True
+        self._deadline.cancel()
+        for exchange in (self._active, *self._queue):
+            if exchange is not None:
+                exchange.leave()
+        self._queue.clear()
+        self.outbox.drop()
+
+    # --- called by the parser --------------------------------------------------------------------
+
+    def begin_request(self, head: Head) -> None:
+        """Start a request, or let it wait for those before it."""
+        self._head_timed = False
+        self._deadline.clear()
+        if self._ends:
+            return
+        self._ends = not head.keep_alive
+        exchange = Exchange(
+            self,
+            self._scope(head),
+            keep_alive=head.keep_alive,
+            expects_continue=head.expects_continue,
+        )
+        self._receiving = exchange
+        self._body_began, self._body_bytes = self._loop.time(), 0
+        if self._active is None:
+            self._start(exchange)
+        else:
+            self._queue.append(exchange)
+            self._pause_reading()
+
+    def add_body(self, part: bytes) -> None:
+        """Hand a part of the body over, or throw it away where the answer is out already."""
+        exchange = self._receiving
+        if exchange is None or exchange.complete:
+            return
+        self._body_bytes += len(part)
+        exchange.take(part)
+        if exchange.buffered > MAX_BUFFERED_BYTES:
+            self._pause_reading()
+
+    def end_request(self) -> None:
+        """End the request."""
+        exchange, self._receiving = self._receiving, None
+        if exchange is None:
+            return
+        self._deadline.clear()
+        exchange.end()
+        if exchange.complete:
+            self._go_on(exchange)
+
+    # --- called by exchanges ---------------------------------------------------------------------
+
+    @property
+    def default_headers(self) -> list[Header]:
+        """Headers of every response."""
+        return self._server_state.default_headers
+
+    def resume_reading(self) -> None:
+        """Read on, unless other requests wait."""
+        if self._reading_paused and not self._queue and not self._transport.is_closing():
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def closes_after(self, exchange: Exchange) -> bool:
+        """Say whether the connection ends with this response."""
+        more = self._queue or self._parser.in_head
+        return not exchange.keep_alive or (self._terms.draining and not more)
+
+    def completed(self, exchange: Exchange) -> None:
+        """Go on after a response."""
+        self._active = None
+        self.outbox.end_response()
+        if exchange.received:
+            self._go_on(exchange)
+        elif exchange.keep_alive:
+            self.resume_reading()
+            self._deadline.within(self._terms.discard_s)
+        else:
+            self._linger()
+
+    def answer_for(self, exchange: Exchange, error: RequestError) -> None:
+        """Answer in the place of an app that failed."""
+        if exchange.started:
+            # Half a response must not pass for a whole one.
+            self._transport.abort()
+        else:
+            exchange.complete, exchange.keep_alive = True, False
+            self._write_error(error)
+            self.completed(exchange)
+
+    # --- called by the server --------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Close once nothing is in flight; what has arrived is answered first."""
+        self._terms.draining = True
+        busy = self._active is not None or self._receiving is not None or self._parser.in_head
+        if busy or self._deaf:
+            return
+        if self._fresh or readable(self._transport):
+            self._deadline.within(self._terms.last_request_s)
+        else:
+            self._close()
+
+    # --- the order of things ---------------------------------------------------------------------
+
+    def _start(self, exchange: Exchange) -> None:
+        self._active = exchange
+        self.resume_reading()
+        task = self._loop.create_task(exchange.run(self._app))
+        tasks = self._server_state.tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _go_on(self, exchange: Exchange) -> None:
+        """Begin what follows an exchange that is over."""
+        if not exchange.keep_alive:
+            self._close()
+        elif self._queue:
+            self._start(self._queue.popleft())
+        elif self._parser.in_head:
+            pass
+        elif self._terms.draining:
+            self._close()
+        else:
+            self._deadline.within(self._terms.keep_alive_s)
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer what is no request, and read no further; those before it are answered first."""
+        self._deaf = True
+        self._deadline.clear()
+        broken, self._receiving = self._receiving, None
+        if broken is not None:
+            broken.leave()
+        waiting = [one for one in (self._active, *self._queue) if one not in (None, broken)]
+        if waiting:
+            self._queue = deque(one for one in self._queue if one is not broken)
+            waiting[-1].keep_alive = False
+        elif broken is not None and broken.started:
+            self._transport.abort()
+        else:
+            self._write_error(error)
+            self._linger()
+
+    def _linger(self) -> None:
+        """Say that nothing follows, and throw away what still comes."""
+        self._deaf = True
+        self.outbox.end_writing()
+        self.resume_reading()
+        self._deadline.within(self._terms.discard_s)
+
+    def _close(self) -> None:
+        self._deaf = True
+        self._deadline.cancel()
+        self.outbox.close()
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _expect_body(self) -> None:
+        self._deadline.set(self._body_began + self._terms.body_s(self._body_bytes))
+
+    def _on_deadline(self) -> None:
+        if self._deaf or (self._receiving is None and not self._parser.in_head):
+            self._close()
+        elif self._receiving is None:
+            self._refuse(RequestTimeout("The headers of the request took too long to arrive."))
+        elif self._reading_paused:
+            # It is not the client who is slow.
+            self._body_began = self._loop.time()
+            self._expect_body()
+        else:
+            self._receiving.expire()
+
+    # --- details ---------------------------------------------------------------------------------
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused and not self._transport.is_closing():
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def _scope(self, head: Head) -> HTTPScope:
+        path, raw_path, query = split_target(head.target)
+        scope = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": head.version,
+            "method": head.method,
+            "scheme": "http",
+            "server": self._server,
+            "client": self._client,
+            "root_path": "",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": head.headers,
+            "state": self._app_state.copy(),
+        }
+        return cast("HTTPScope", scope)
+
+    def _write_error(self, error: RequestError) -> None:
+        reply = error_reply(error, CLOSE)
+        self.outbox.write(head_of_reply(reply.status, reply.headers), reply.body)
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    """Return host and port; None for a socket that has none."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

@@ -12,6 +12,8 @@ import secrets
 from binascii import b2a_base64
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from http import HTTPStatus
 from typing import Literal
 
 import numpy as np
@@ -25,6 +27,7 @@ Header = tuple[bytes, bytes]
 # Values written between two turns of the event loop: 128 rows of 384, 1.5 ms.
 SLICE_VALUES = 128 * 384
 JSON_CONTENT = (b"content-type", b"application/json")
+CLOSE = (b"connection", b"close")
 REPLY_START = b'{"object":"list","data":['
 # Every SDK honours a wait of 1 to 60 seconds; beyond that some do not retry and some sleep on.
 RETRY_AFTER_S = (1, 60)
@@ -78,6 +81,15 @@ def error_reply(error: RequestError, *headers: Header) -> ErrorReply:
     return ErrorReply(error.status, all_headers, body)
 
 
+def head_of_reply(status: int, headers: list[Header]) -> bytes:
+    """Write the head of an HTTP/1.1 response."""
+    lines = [_status_line(status)]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    lines.append(b"\r\n")
+    return b"".join(lines)
+
+
 def encoded_rows(
     vectors: npt.NDArray[np.float32], encoding_format: Literal["float", "base64"]
 ) -> Iterator[bytes]:
@@ -115,3 +127,12 @@ def _float_row(index: int, vector: npt.NDArray[np.float32]) -> bytes:
 def _base64_row(index: int, vector: npt.NDArray[np.float32]) -> bytes:
     text = b2a_base64(vector.data, newline=False)
     return b'{"object":"embedding","index":%d,"embedding":"%s"}' % (index, text)
+
+
+@lru_cache(maxsize=600)
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()

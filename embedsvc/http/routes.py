@@ -14,19 +14,22 @@ from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
 from litestar.params import FromPath, SkipValidation
+from litestar.types import HTTPScope
 
 from embedsvc.calls import CatalogEntry
+from embedsvc.config import ServerConfig
 from embedsvc.errors import (
     BodyTooLarge,
-    InternalError,
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
     RequestError,
     RouteNotFound,
+    TooManyInputs,
+    TooManyTokens,
 )
-from embedsvc.http.body import Body
-from embedsvc.http.protocol import default_model, not_ready
+from embedsvc.http.body import read_body
+from embedsvc.http.protocol import bug, default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
 from embedsvc.http.schemas import TokenizeRequest, decode, model_name, texts
 from embedsvc.metrics import CONTENT_TYPE
@@ -40,6 +43,8 @@ AnyRequest = Request[Any, Any, State]
 ServiceOfApp = NamedDependency[SkipValidation[Service]]
 
 _TOKENIZE_DECODER = msgspec.json.Decoder(TokenizeRequest)
+# Where an error leaves its reason in the state of a request's scope.
+_REASON = "embedsvc.reason"
 _ERROR_OF_STATUS: dict[int, type[RequestError]] = {
     404: RouteNotFound,
     405: MethodNotAllowed,
@@ -79,12 +84,16 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
     """Return the tokens of texts, as the model would see them."""
     if not service.ready:
         raise not_ready(service)
-    body = Body(dict(request.scope["headers"]), request.receive)
-    asked = decode(_TOKENIZE_DECODER, await body.read(service.config.server.max_body_bytes))
+    limits = service.config.server
+    headers = dict(request.scope["headers"])
+    body = await read_body(headers, request.receive, limits.max_body_bytes)
+    asked = decode(_TOKENIZE_DECODER, body)
     model = model_name(asked.model, default_model(service))
+    inputs = texts(asked)
+    _check_size(inputs, limits)
     tokenized = await service.tokenize(
         model,
-        texts(asked),
+        inputs,
         prompt_name=asked.prompt_name,
         add_special_tokens=asked.add_special_tokens is not False,
     )
@@ -93,6 +102,22 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
         for index, tokens in enumerate(tokenized)
     ]
     return _reply(request, {"model": model, "data": data})
+
+
+def _check_size(inputs: list[str], limits: ServerConfig) -> None:
+    if len(inputs) > limits.max_inputs:
+        raise TooManyInputs(
+            f"input has {len(inputs)} items; at most {limits.max_inputs} are allowed.",
+            param="input",
+        )
+    characters = sum(map(len, inputs))
+    if characters > limits.max_request_tokens:
+        # A token has a character at least, so the answer cannot be larger than an embedding's.
+        raise TooManyTokens(
+            f"input has {characters} characters; at most {limits.max_request_tokens} are shown as "
+            "tokens in one request.",
+            param="input",
+        )
 
 
 @get("/health/live")
@@ -139,10 +164,17 @@ def answer_framework_error(request: AnyRequest, error: HTTPException) -> Respons
 def answer_bug(request: AnyRequest, error: Exception) -> Response[bytes]:
     """Answer what nobody foresaw, and log it."""
     log.error("unexpected error path=%s", request.scope["path"], exc_info=error)
-    return _error(request, InternalError("The server failed; its log says why."))
+    return _error(request, bug())
+
+
+def reason_of(scope: HTTPScope) -> str:
+    """Return why a request was answered as it was, as metrics name it."""
+    reason: str = scope["state"].get(_REASON, "ok")
+    return reason
 
 
 def _error(request: AnyRequest, error: RequestError, *headers: Header) -> Response[bytes]:
+    request.scope["state"][_REASON] = error.reason
     reply = error_reply(error, _request_id(request), *headers)
     return Response(
         reply.body,

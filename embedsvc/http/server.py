@@ -1,4 +1,4 @@
-"""The server process: uvicorn with our settings, our HTTP details and our shutdown.
+"""The server process: uvicorn with our settings, our connections and our shutdown.
 
 The service loads while the server listens, so that probes and clients are answered at once. Runs on
 the main thread, which owns SIGTERM and SIGINT: the first one drains, the second one kills.
@@ -16,26 +16,33 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from litestar import Litestar
 
 from embedsvc.config import ServerConfig
-from embedsvc.errors import StartError
 from embedsvc.http.app import create_app
 from embedsvc.http.connection import Connection
+from embedsvc.http.sockets import (
+    BACKLOG,
+    accept_waiting,
+    allow_many_connections,
+    listen,
+    url_of,
+)
+from embedsvc.http.timing import Terms
 from embedsvc.service import Service
 
 log = logging.getLogger(__name__)
 
-# Longer than the 90 s that clients and proxies keep idle connections, so that they close first.
-KEEP_ALIVE_S = 125
-# Bursts of new connections wait here; the kernel cuts it to net.core.somaxconn.
-BACKLOG = 4096
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # What uvicorn may still wait for connections after the service gave its last answers.
 LAST_ANSWERS_S = 5
+# How long a device may keep its last batch before the process ends without it.
+LAST_BATCH_S = 1.0
 
 
 def serve(service: Service, on_ready: Callable[[str], None] = lambda url: None) -> None:
@@ -48,6 +55,7 @@ def serve(service: Service, on_ready: Callable[[str], None] = lambda url: None) 
     Raises:
         StartError: the address cannot be listened on, or a model cannot be served.
     """
+    allow_many_connections()
     with listen(service.config.server) as listener:
         server = Server(service, on_ready=lambda: on_ready(url_of(listener)))
         server.run(sockets=[listener])
@@ -59,6 +67,7 @@ class Server(uvicorn.Server):
     """One run of one service.
 
     Attributes:
+        terms: what holds for its connections.
         failure: what ended the run, where it was not a signal.
     """
 
@@ -67,8 +76,17 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._app = create_app(service, self._service_lifespan)
         self._stopping: asyncio.Task[None] | None = None
+        self._signalled = False
         self.failure: BaseException | None = None
-        super().__init__(_uvicorn_config(self._app, service.config.server))
+        config = service.config.server
+        self.terms = Terms(
+            header_timeout_s=config.header_timeout_s,
+            body_timeout_s=config.body_timeout_s,
+            write_timeout_s=config.write_timeout_s,
+        )
+        super().__init__(_uvicorn_config(self._app, self.terms, config))
+
+    # --- the way down ----------------------------------------------------------------------------
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -95,15 +113,41 @@ class Server(uvicorn.Server):
         log.info("%s: finishing what is in flight", signal.Signals(number).name)
         if self._service.state == "loading":
             _exit_now()
-        self._app.state.draining = True
-        self.should_exit = True
-        # Stopping the service answers everyone who still waits then.
-        loop.call_later(self._service.config.server.drain_timeout_s, self._stop_service)
+        self._signalled = True
+        self.drain()
 
-    def _stop_service(self) -> asyncio.Task[None]:
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._service.stop())
-        return self._stopping
+    def drain(self) -> None:
+        """Turn unready and end every connection with its next response; later, accept no more."""
+        self._app.state.draining = self.terms.draining = True
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._service.config.server.drain_delay_s, self._accept_no_more)
+
+    def _accept_no_more(self) -> None:
+        self.should_exit = True
+        loop = asyncio.get_running_loop()
+        # Stopping the service answers everyone who still waits then.
+        loop.call_later(self._service.config.server.drain_timeout_s, self._stop_service, 0.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listeners and wait for what is in flight, but lose nobody in the backlog."""
+        connect = partial(
+            Connection,
+            terms=self.terms,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        # They get connected while uvicorn pauses, right after it has closed the listeners.
+        connecting = [
+            loop.create_task(loop.connect_accepted_socket(connect, accepted))
+            for listener in sockets or []
+            for accepted in accept_waiting(listener)
+        ]
+        await super().shutdown(sockets)
+        await asyncio.gather(*connecting, return_exceptions=True)
+
+    # --- the service's life ----------------------------------------------------------------------
 
     @asynccontextmanager
     async def _service_lifespan(self, _: Litestar) -> AsyncIterator[None]:
@@ -113,7 +157,13 @@ class Server(uvicorn.Server):
             yield
         finally:
             loading.cancel()
-            await self._stop_service()
+            stopping = self._stop_service(None)
+            if self._signalled:
+                await asyncio.wait([stopping], timeout=LAST_BATCH_S)
+                if not stopping.done():
+                    log.error("a batch does not come back from its device; leaving it there")
+                    _exit_now()
+            await stopping
 
     def _loaded(self, loading: asyncio.Task[None]) -> None:
         if loading.cancelled():
@@ -124,11 +174,17 @@ class Server(uvicorn.Server):
         else:
             self.should_exit = True
 
+    def _stop_service(self, drain_timeout_s: float | None) -> asyncio.Task[None]:
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._service.stop(drain_timeout_s))
+        return self._stopping
 
-def _uvicorn_config(app: Litestar, config: ServerConfig) -> uvicorn.Config:
+
+def _uvicorn_config(app: Litestar, terms: Terms, config: ServerConfig) -> uvicorn.Config:
+    connection: Any = partial(Connection, terms=terms)
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=connection,
         ws="none",
         loop="uvloop",
         interface="asgi3",
@@ -138,37 +194,12 @@ def _uvicorn_config(app: Litestar, config: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + LAST_ANSWERS_S,
     )
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """Take the address before anything is loaded.
-
-    Raises:
-        StartError: it is in use, not ours, or not an address.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise StartError(
-            f"server.host, server.port: cannot listen on {config.host}:{config.port}: "
-            f"{error.strerror}. Choose another port, or stop what uses it."
-        ) from error
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the address of a listening socket as a URL."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _exit_now() -> None:
-    """End without waiting for the threads that load; nothing has been accepted yet."""
+    """End without waiting for threads that may never end; nobody waits for an answer."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
