@@ -90,16 +90,14 @@ class Service:
             self._phase = "ready"
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Refuse new calls, finish those in flight within the drain time, free everything.
-
-        Batches on a device are waited for, however long. None takes the configured drain time.
-        """
+        """Refuse new calls, finish those in flight within the drain time, free everything."""
         self._phase = "stopping"
         for task in self._following:
             task.cancel()
         drain_s = self.config.server.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         engines = [d.engine for d in self._deployments.values()]
         await asyncio.gather(*(engine.stop(drain_s) for engine in engines))
+        # Waits for the batches on the devices, however long.
         await asyncio.to_thread(self._devices.close)
         for engine in engines:
             engine.model.close()
