@@ -167,7 +167,7 @@ class EngineRig:
             priority=priority,
             first_id=first_id,
         )
-        self.engine.admission.reserve(len(rows), sum(lengths), bulk=False, drain_s=1)
+        self.engine.admission.reserve(len(rows), sum(lengths), bulk=False)
         self.engine.submit(request, rows)
         return request
 

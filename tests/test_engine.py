@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
-from embedsvc.engine.sequence import Request
+from embedsvc.engine.sequence import Priority, Request
 from embedsvc.errors import DeadlineExceeded, InferenceFailed, InternalError, NotReady, Overloaded
 from tests.fakes import (
     BrokenModel,
@@ -144,6 +144,8 @@ async def test_a_batch_that_did_not_fit_makes_later_ones_smaller(rigs: Rigs) -> 
     policy = make_policy(max_batch_size=16, max_batch_tokens=10_000, edges=[128])
     rig = rigs(model, policy=policy)
     assert await rig.send([10] * 16).settled is None
+    # What the device said is read before the next choice.
+    assert await rig.send([10]).settled is None
     assert policy.buckets.memory_share < 1
     model.fits = 16
 
@@ -218,7 +220,7 @@ async def test_admission_is_all_or_nothing(rigs: Rigs) -> None:
     rig = rigs(max_queue_sequences=10)
 
     with pytest.raises(Overloaded) as refusal:
-        rig.send([1] * 11)
+        rig.engine.admit(11, 11, Priority.INTERACTIVE, left_s=60)
 
     assert refusal.value.retry_after_s is not None
     assert 1 <= refusal.value.retry_after_s <= 60

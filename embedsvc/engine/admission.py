@@ -1,9 +1,11 @@
 """Admission: bounds on what may wait, reserved before any work is done for it.
 
-Lives on the event loop; knows nothing of threads or time.
+Lives on the event loop; knows nothing of threads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from embedsvc.errors import Overloaded
 
@@ -21,14 +23,13 @@ class Admission:
         self.sequences = 0
         self.tokens = 0
 
-    def reserve(self, sequences: int, tokens: int, *, bulk: bool, drain_s: float) -> None:
+    def reserve(self, sequences: int, tokens: int, *, bulk: bool) -> None:
         """Take room for one request, all or nothing.
 
         Args:
             sequences: rows of the request.
             tokens: their tokens, estimated; corrected by `adjust` once they are known.
             bulk: whether only the bulk share of the bounds may be used.
-            drain_s: predicted seconds until what is admitted now is done, told to the refused.
 
         Raises:
             Overloaded: a bound would be passed.
@@ -41,8 +42,7 @@ class Admission:
             if held + asked > bound:
                 raise Overloaded(
                     f"The queue is full: {held} held and {asked} asked, {name} is {bound:.0f}"
-                    f"{' for bulk requests' if bulk else ''}. Retry after the time given.",
-                    retry_after_s=min(max(drain_s, MIN_RETRY_S), MAX_RETRY_S),
+                    f"{' for bulk requests' if bulk else ''}. Retry after the time given."
                 )
         self.sequences += sequences
         self.tokens += tokens
@@ -55,3 +55,33 @@ class Admission:
         """Give room back."""
         self.sequences -= sequences
         self.tokens -= tokens
+
+
+class Bookings:
+    """When the refused may come back: each is told a time behind those refused before.
+
+    A refusal books its own seconds of work in a promised backlog, which runs off as time passes; so
+    those who come when told find room, instead of all at once finding it taken.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._promised_s = 0.0
+        self._since = clock()
+
+    def book(self, wait_s: float, own_s: float) -> float:
+        """Return the seconds after which to come back, 1 to 60.
+
+        Args:
+            wait_s: until there would be room if nobody else was promised any.
+            own_s: predicted seconds of the refused request.
+        """
+        now = self._clock()
+        self._promised_s = max(0.0, self._promised_s - (now - self._since))
+        self._since = now
+        told_s = wait_s + self._promised_s
+        self._promised_s += own_s
+        return min(max(told_s, MIN_RETRY_S), MAX_RETRY_S)

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal
 
-from embedsvc.engine.admission import Admission
+from embedsvc.engine.admission import Admission, Bookings
 from embedsvc.engine.device import Device
 from embedsvc.engine.execution import Failures, run_batch
 from embedsvc.engine.ledger import Ledger
@@ -89,6 +89,7 @@ class Engine:
         self._buffers = buffers
         self._metrics = metrics
         self._clock = clock
+        self._bookings = Bookings(clock)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._ledger = Ledger(admission, metrics, self.price, clock, self._inbox.put)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
@@ -151,13 +152,16 @@ class Engine:
         own_s = self._seconds(own_slot_s)
         finish_s = self._seconds(self._ledger.finish_s(own_slot_s, priority))
         late_s = finish_s - PROMISED_SHARE * left_s
-        if late_s > 0 and finish_s > own_s:
-            raise Overloaded(
-                f"The queue is too long: done in {finish_s:.1f} s, {left_s:.1f} s are left. "
-                "Retry after the time given, or allow more time.",
-                retry_after_s=max(1.0, late_s),
-            )
-        self.admission.reserve(rows, tokens, bulk=priority is Priority.BULK, drain_s=self.queue_s)
+        try:
+            if late_s > 0 and finish_s > own_s:
+                raise Overloaded(
+                    f"The queue is too long: done in {finish_s:.1f} s, {left_s:.1f} s are left. "
+                    "Retry after the time given, or allow more time."
+                )
+            self.admission.reserve(rows, tokens, bulk=priority is Priority.BULK)
+        except Overloaded as refusal:
+            refusal.retry_after_s = self._bookings.book(max(late_s, own_s), own_s)
+            raise
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""
