@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import sys
-import threading
 from typing import Any, cast
 
 import httpx
@@ -16,9 +13,7 @@ from litestar.types import HTTPScope
 
 from embedsvc.calls import CatalogEntry, EmbedCall, Embedded
 from embedsvc.config import Config, ModelConfig, ServerConfig
-from embedsvc.errors import ModelError, NotReady, StartError
 from embedsvc.http.app import create_app
-from embedsvc.http.server import serve
 from embedsvc.metrics import Metrics
 from embedsvc.service import Service, State
 from embedsvc.tokenization import Token
@@ -29,6 +24,19 @@ URL = "/v1/embeddings"
 MAX_BODY_BYTES = 64 * 1024
 
 
+class HeardMetrics(Metrics):
+    """Metrics that a test can wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+
+    def request(self, route: str, status: int, reason: str, seconds: float) -> None:
+        """Count, and tell."""
+        super().request(route, status, reason, seconds)
+        self.heard.put_nowait((status, reason))
+
+
 class FakeService:
     """Answers at once with row i filled with i + 1/3, or raises `error`, or waits for `gate`."""
 
@@ -37,7 +45,7 @@ class FakeService:
         self.config = Config(
             server=ServerConfig(max_body_bytes=MAX_BODY_BYTES, max_timeout_s=100.0), models=served
         )
-        self.metrics = Metrics()
+        self.metrics = HeardMetrics()
         self.state: State = "ready"
         self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
@@ -164,62 +172,3 @@ async def drive(
 def body_message(body: dict[str, Any], *, more: bool = False) -> dict[str, Any]:
     """Return an ASGI message that carries a body."""
     return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": more}
-
-
-class HeldService(FakeService):
-    """A service in a process of its own, whose calls wait for a line on stdin or for `stop`."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        server = ServerConfig(port=0, drain_timeout_s=0.05 if mode == "impatient" else 60.0)
-        self.config = Config(server=server, models=self.config.models)
-        self.state = "loading"
-        self._mode = mode
-
-    async def start(self) -> None:
-        """Become ready, or fail, or never end, as told by the mode."""
-        if self._mode == "broken":
-            raise ModelError("models[0].source: no such model")
-        if self._mode == "loading":
-            say("loading")
-            await asyncio.to_thread(threading.Event().wait)
-        self.gate = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(sys.stdin.fileno(), self.gate.set)
-        await super().start()
-
-    async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Refuse everyone who waits."""
-        await super().stop()
-        if self.gate is not None and not self.gate.is_set():
-            self.error = NotReady("stopping", retry_after_s=1)
-            self.gate.set()
-
-    async def embed(self, call: EmbedCall) -> Embedded:
-        """Say that a call is held, and hold it."""
-        say("held")
-        return await super().embed(call)
-
-
-def say(line: str) -> None:
-    """Tell the parent process."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Serve a `HeldService` of the mode given as argument; the log goes to stdout."""
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    try:
-        serve(
-            cast("Service", HeldService(sys.argv[1])),
-            on_ready=lambda url: say(f"ready on {url}"),
-        )
-    except StartError as error:
-        say(str(error))
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from embedsvc.metrics import Metrics
+from embedsvc.config import Config, ServerConfig
+from embedsvc.http.app import create_app
 from embedsvc.service import State
-from tests.http_fakes import MODEL, URL, FakeService, app_of, client_of, counted, error_of
+from tests.http_fakes import (
+    MODEL,
+    URL,
+    FakeService,
+    HeardMetrics,
+    app_of,
+    client_of,
+    counted,
+    error_of,
+)
+from tests.http_real import RealService, config_of
 
 pytest_plugins = ["tests.http_fixtures"]
 
@@ -53,6 +65,22 @@ async def test_bad_tokenize_requests_are_400(
 
     assert response.status_code == 400
     error_of(response)
+
+
+@pytest.mark.parametrize("inputs", [["a"] * 3, ["a" * 50, "b" * 51]])
+async def test_more_texts_than_an_embedding_may_have_are_not_tokenized(
+    service: FakeService, inputs: list[str]
+) -> None:
+    """Too many of them, or too much in all: each token is a line of JSON."""
+    server = ServerConfig(max_inputs=2, max_request_tokens=100)
+    service.config = Config(server=server, models=service.config.models)
+    async with client_of(service) as client:
+        refused = await client.post("/tokenize", json={"input": inputs})
+        served = await client.post("/tokenize", json={"input": ["a" * 50, "b" * 50]})
+
+    assert refused.status_code == 400
+    assert error_of(refused)["param"] == "input"
+    assert served.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -112,12 +140,12 @@ async def test_the_lag_of_the_event_loop_is_sampled(service: FakeService) -> Non
     """As long as the app lives, its metric is kept fresh."""
     sampled = asyncio.Event()
 
-    class HeardMetrics(Metrics):
+    class LagMetrics(HeardMetrics):
         def loop_lag(self, seconds: float) -> None:
             super().loop_lag(seconds)
             sampled.set()
 
-    service.metrics = HeardMetrics()
+    service.metrics = LagMetrics()
     async with app_of(service).lifespan():
         await sampled.wait()
 
@@ -137,3 +165,29 @@ async def test_two_apps_share_nothing() -> None:
     assert ok.headers["x-request-id"] != refused.headers["x-request-id"]
     assert counted(first) == {("200", "ok"): 1}
     assert counted(second) == {("503", "not_ready"): 1}
+
+
+async def test_two_real_apps_live_and_end_apart(tmp_path: Path) -> None:
+    """One that ends takes nothing from the other; one that never began answers at once."""
+    first, second = RealService(config_of(tmp_path)), RealService(config_of(tmp_path))
+    apps = create_app(first), create_app(second)
+    clients = [
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        for app in apps
+    ]
+
+    async def statuses() -> list[int]:
+        replies = [await client.post(URL, json={"input": "a"}) for client in clients]
+        return [reply.status_code for reply in replies]
+
+    async with apps[0].lifespan():
+        one = await statuses()
+        async with apps[1].lifespan():
+            both = await statuses()
+        one_again = await statuses()
+    none = await statuses()
+
+    assert [one, both, one_again, none] == [[200, 503], [200, 200], [200, 503], [503, 503]]
+    assert (first.model.rows, second.model.rows) == (3, 1)
+    for client in clients:
+        await client.aclose()

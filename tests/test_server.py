@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import re
+import resource
 import signal
 import socket
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
+import openai
 import pytest
 
 from embedsvc.config import Config, ServerConfig
@@ -17,38 +21,8 @@ from embedsvc.http.server import serve
 from embedsvc.http.sockets import listen
 from embedsvc.service import Service
 from tests.http_fakes import FakeService
+from tests.http_process import Process
 from tests.http_wire import post
-
-
-class Process:
-    """A `HeldService` in a process of its own."""
-
-    def __init__(self, mode: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.http_fakes", mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self, start: str) -> str:
-        """Return the next line that begins like this."""
-        assert self.child.stdout is not None
-        for line in self.child.stdout:
-            if line.startswith(start):
-                return line.strip()
-        raise AssertionError(f"the process ended without saying {start!r}")
-
-    def address(self) -> tuple[str, int]:
-        """Wait until it is ready; return its address."""
-        host, port = self.line("ready on http://").removeprefix("ready on http://").split(":")
-        return host, int(port)
-
-    def release(self) -> None:
-        """Let the calls go on."""
-        assert self.child.stdin is not None
-        self.child.stdin.write("\n")
-        self.child.stdin.flush()
 
 
 @pytest.fixture
@@ -106,15 +80,16 @@ def test_the_first_signal_finishes_what_is_in_flight(
     assert process.child.wait(10) == 0
 
 
-@pytest.mark.parametrize("process", ["impatient"], indirect=True)
+@pytest.mark.parametrize("process", ["impatient", "stuck"], indirect=True)
 def test_calls_over_the_drain_time_are_answered_and_the_exit_is_0(process: Process) -> None:
-    """Who cannot be served in time is told to come back."""
+    """Who cannot be served in time is told to come back, though a device may never come back."""
     with held_request(process, process.address()) as held:
         process.child.terminate()
         reply = everything(held)
 
     assert reply.startswith("HTTP/1.1 503")
     assert "retry-after: 1" in reply
+    assert "connection: close" in reply
     assert process.child.wait(10) == 0
 
 
@@ -127,6 +102,22 @@ def test_the_second_signal_ends_at_once(process: Process, number: signal.Signals
         process.child.send_signal(number)
 
         assert process.child.wait(10) == -number
+
+
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_during_the_delay_the_server_still_accepts(process: Process) -> None:
+    """Newcomers are served and told to leave; the second signal does not wait for the delay."""
+    address = process.address()
+    process.child.terminate()
+    process.line("SIGTERM: finishing")
+    with held_request(process, address) as held:
+        process.release()
+        reply = everything(held)
+    process.child.terminate()
+
+    assert reply.startswith("HTTP/1.1 200")
+    assert "connection: close" in reply
+    assert process.child.wait(10) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("process", ["loading"], indirect=True)
@@ -144,6 +135,127 @@ def test_a_model_that_fails_to_load_ends_the_process(process: Process) -> None:
     process.line("models[0].source: no such model")
 
     assert process.child.wait(10) == 1
+
+
+class Client(threading.Thread):
+    """Asks for vectors, one request after the other, as OpenAI's own client does."""
+
+    def __init__(self, port: int, stop: threading.Event) -> None:
+        super().__init__()
+        self._stop_asking = stop
+        self._openai = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=10
+        )
+        self.answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Ask until told to stop, or until a request has failed."""
+        try:
+            while not self._stop_asking.is_set():
+                reply = self._openai.embeddings.create(model="org/model", input=["a", "b"])
+                self.answers.put(len(reply.data))
+        except openai.OpenAIError as error:
+            self.error = error
+        self._openai.close()
+
+    def wait_answers(self, n: int) -> None:
+        """Wait for some more answers."""
+        for _ in range(n):
+            assert self.answers.get(timeout=15) == 2
+
+
+def test_a_restart_under_load_fails_no_request() -> None:
+    """Clients that retry see nothing of it, on kept connections or new ones."""
+    with listen(ServerConfig(port=0)) as free:
+        port = free.getsockname()[1]
+    stop = threading.Event()
+    clients = [Client(port, stop) for _ in range(4)]
+    first = Process("free", port)
+    with first.child:
+        first.address()
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.wait_answers(20)
+        first.child.terminate()
+        status = first.child.wait(10)
+    second = Process("free", port)
+    with second.child:
+        second.address()
+        for client in clients:
+            while not client.answers.empty():
+                client.answers.get()
+            client.wait_answers(20)
+        stop.set()
+        for client in clients:
+            client.join()
+        second.child.kill()
+
+    assert status == 0
+    assert [client.error for client in clients] == [None] * 4
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[tuple[str, int]]:
+    """Yield the address of a process with short time limits and large replies."""
+    process = Process("hasty")
+    with process.child:
+        yield process.address()
+        process.child.kill()
+
+
+@pytest.mark.parametrize("cut", [-1, 5])
+def test_slow_requests_get_408(hasty: tuple[str, int], cut: int) -> None:
+    """In the body as in the head."""
+    with socket.create_connection(hasty, timeout=10) as connection:
+        connection.sendall(post().encode()[:cut])
+        reply = everything(connection)
+
+    assert reply.startswith("HTTP/1.1 408 Request Timeout")
+    assert "connection: close" in reply
+
+
+def test_silent_connections_are_closed(hasty: tuple[str, int]) -> None:
+    """Without a word."""
+    with socket.create_connection(hasty, timeout=10) as connection:
+        assert everything(connection) == ""
+
+
+def test_replies_that_are_not_read_end(hasty: tuple[str, int]) -> None:
+    """Their end is missing, and the client can see it."""
+    with socket.create_connection(hasty, timeout=10) as connection:
+        connection.sendall(post({"input": ["x"] * 20}).encode())
+        head = connection.recv(100)
+        with socket.create_connection(hasty, timeout=10) as other:
+            # It is closed for its silence, later than the reply is found stuck.
+            everything(other)
+        reply = head.decode() + everything(connection)
+    declared = int(reply.partition("content-length: ")[2].partition("\r\n")[0])
+
+    assert len(reply) < declared
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    """As far as the user may, for thousands of connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        process = Process("free")
+        with process.child:
+            process.address()
+            limits = Path(f"/proc/{process.child.pid}/limits").read_text()
+            process.child.kill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert re.search(rf"^Max open files +{hard} +{hard} ", limits, re.MULTILINE)
+
+
+# --- starts --------------------------------------------------------------------------------------
 
 
 def test_an_address_in_use_is_named() -> None:

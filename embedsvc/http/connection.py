@@ -96,15 +96,20 @@ class Connection(asyncio.Protocol):
         """Let the app go on."""
         self.outbox.unblock(between_responses=self._active is None)
 
+    def eof_received(self) -> None:
+        """Take a client that has closed its side for one that is gone."""
+        self._leave()
+        if self.outbox.blocked:
+            self._transport.abort()
+        else:
+            self._close()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell everyone who still works for this client."""
+        """Forget the client."""
         self._server_state.connections.discard(self)
         self._deaf = True
         self._deadline.cancel()
-        for exchange in (self._active, *self._queue):
-            if exchange is not None:
-                exchange.leave()
-        self._queue.clear()
+        self._leave()
         self.outbox.drop()
 
     # --- called by the parser --------------------------------------------------------------------
@@ -194,7 +199,6 @@ class Connection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Close once nothing is in flight; what has arrived is answered first."""
-        self._terms.draining = True
         busy = self._active is not None or self._receiving is not None or self._parser.in_head
         if busy or self._deaf:
             return
@@ -250,6 +254,13 @@ class Connection(asyncio.Protocol):
         self.resume_reading()
         self._deadline.within(self._terms.discard_s)
 
+    def _leave(self) -> None:
+        """Tell everyone who still works for this client."""
+        for exchange in (self._active, *self._queue):
+            if exchange is not None:
+                exchange.leave()
+        self._queue.clear()
+
     def _close(self) -> None:
         self._deaf = True
         self._deadline.cancel()
@@ -261,16 +272,19 @@ class Connection(asyncio.Protocol):
         self._deadline.set(self._body_began + self._terms.body_s(self._body_bytes))
 
     def _on_deadline(self) -> None:
-        if self._deaf or (self._receiving is None and not self._parser.in_head):
+        exchange = self._receiving
+        if self._deaf:
             self._close()
-        elif self._receiving is None:
+        elif self._parser.in_head:
             self._refuse(RequestTimeout("The headers of the request took too long to arrive."))
+        elif exchange is None or exchange.complete:
+            self._close()
         elif self._reading_paused:
             # It is not the client who is slow.
             self._body_began = self._loop.time()
             self._expect_body()
         else:
-            self._receiving.expire()
+            exchange.expire()
 
     # --- details ---------------------------------------------------------------------------------
 

@@ -130,6 +130,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listeners and wait for what is in flight, but lose nobody in the backlog."""
+        self._app.state.draining = self.terms.draining = True
         connect = partial(
             Connection,
             terms=self.terms,
