@@ -114,9 +114,9 @@ def check(config: Path, config_only: bool, log_level: str, **flags: Any) -> None
     set_up_logging(log_level)
     with mistakes_in_one_line():
         effective = load_config(config, flags)
-        from embedsvc.toml import dumps
+        import msgspec
 
-        click.echo(dumps(effective), nl=False)
+        click.echo(msgspec.toml.encode(effective).decode(), nl=False)
         if config_only:
             return
         from embedsvc.verification import verify

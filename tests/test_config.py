@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from embedsvc.config import DEFAULT_SHA256, DEFAULT_SOURCE
 from embedsvc.configfile import Overrides, load, model_name
 from embedsvc.errors import ConfigError
-from embedsvc.toml import dumps
 
 VERSION = '[[models]]\nname = "m"\n[[models.versions]]\nsource = "org/m"\n'
 BATCHING = VERSION + "[models.versions.batching]\n"
@@ -207,6 +207,6 @@ def test_the_effective_configuration_reads_back(write: Path) -> None:
         "buckets = [16, 32]\nmax_batch_delay_ms = 1.5"
     )
     config = load(write)
-    write.write_text(dumps(config))
+    write.write_text(msgspec.toml.encode(config).decode())
 
     assert load(write) == config

@@ -16,7 +16,6 @@ LAYERS = {
     "errors": 0,
     "fields": 0,
     "config": 1,
-    "toml": 1,
     "configfile": 2,
     "models": 2,
     "metrics": 2,
