@@ -111,4 +111,4 @@ def test_native_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     set_native_memory()
 
     assert os.environ["LRU_CACHE_CAPACITY"] == "1000"
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"

@@ -206,8 +206,8 @@ def test_minilm_bfloat16(
 
 
 def _batch() -> dict[str, torch.Tensor]:
-    ids = torch.arange(4, 4 + 5 * 16).reshape(5, 16)
-    mask = (torch.arange(16) < torch.tensor([[16], [9], [5], [16], [1]])).long()
+    ids = torch.arange(4, 4 + 5 * 15).reshape(5, 15)
+    mask = (torch.arange(15) < torch.tensor([[15], [9], [5], [15], [1]])).long()
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -243,6 +243,15 @@ def test_blocked_weights_are_as_exact_as_autocast(architecture: str) -> None:
     error = (_autocast(network) - exact).square().mean().sqrt()
 
     assert 0 < error < 1.1 * plain_error
+
+
+def test_products_are_computed_for_few_numbers_of_tokens() -> None:
+    """Any number of tokens is rounded up by little, to one of few numbers."""
+    rounded = [precision.round_up_tokens(n) for n in range(1, 4097)]
+
+    assert len(set(rounded)) <= 8 + 6 * 8
+    assert all(n <= room <= max(n + 7, 1.125 * n) for n, room in enumerate(rounded, 1))
+    assert [precision.round_up_tokens(room) for room in rounded] == rounded
 
 
 def test_self_check_refuses_a_precision(tmp_path: Path) -> None:

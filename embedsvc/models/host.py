@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# oneDNN and PyTorch keep compiled primitives per shape, 1,024 by default. Under texts of every
-# length that is memory that grows for hours (measured: 647 to 791 MiB in 2,270 batches); 64 is flat
-# and costs nothing measurable.
-_NATIVE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+# oneDNN and PyTorch keep a compiled kernel per shape, 1,024 by default, about 0.7 MB each. Under
+# texts of every length that is memory that grows for hours. 256 hold every shape that `precision`
+# lets through (measured, MiniLM, two threads, 4,000 batches of random lengths: 711 MiB after 1,000,
+# 759 at the end; with 64 kept, which thrash, 666 and 697, and a third more time).
+_NATIVE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 
 # mallopt(3). By default glibc hands large blocks back to the kernel at every free, and the next
 # batch faults them in again: 360,000 faults against 9,000 in 8 s of MiniLM batches. Measured on one
