@@ -10,6 +10,8 @@ import pytest
 
 from embedsvc.calls import EmbedCall
 from embedsvc.engine.sequence import Priority
+from embedsvc.errors import TooManyTokens
+from embedsvc.http.schemas import check_ids
 from tests.http_fakes import MODEL, URL, FakeService, client_of, error_of
 
 pytest_plugins = ["tests.http_fixtures"]
@@ -270,3 +272,28 @@ async def test_the_client_states_its_deadline(
     await client.post(URL, json={"input": "a"}, headers=headers)
 
     assert service.calls[0].timeout_s == timeout_s
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"input":[1,2,3]}', b'{"model":"m", "input" : [ [1,2], [3,4,5]]}', b'{"input":[[[-1,2,3'],
+)
+def test_too_many_ids_are_refused_before_they_are_read(body: bytes) -> None:
+    """Flat, nested or broken."""
+    with pytest.raises(TooManyTokens, match="more than 2 token ids"):
+        check_ids(body, 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input":[1,2,3]}',
+        b'{"input":"1,2,3,4,5"}',
+        b'{"input":["1,2,3,4,5", "[1,2,3,4,5]"]}',
+        b'{"input":"\\"input\\":[1,2,3,4,5]"}',
+        b"1,2,3,4,5",
+    ],
+)
+def test_texts_and_few_ids_are_left_to_the_decoder(body: bytes) -> None:
+    """Commas in texts are no ids."""
+    check_ids(body, 3)

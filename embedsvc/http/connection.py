@@ -10,20 +10,19 @@ from collections import deque
 from typing import Any, cast
 
 import uvicorn
-from litestar.types import ASGIApp, HTTPScope
+from litestar.types import ASGIApp
 from uvicorn.server import ServerState
 
 from embedsvc.errors import RequestError, RequestTimeout
-from embedsvc.http.exchange import Exchange
+from embedsvc.http.exchange import Exchange, scope_of
 from embedsvc.http.outbox import Outbox
-from embedsvc.http.parser import Head, RequestParser, split_target
+from embedsvc.http.parser import Head, RequestParser
 from embedsvc.http.replies import CLOSE, Header, error_reply, head_of_reply
-from embedsvc.http.sockets import readable
+from embedsvc.http.sockets import address_of, readable
 from embedsvc.http.timing import Deadline, Terms
 
 # A body is read no further while so much of it waits for the app.
 MAX_BUFFERED_BYTES = 1024 * 1024
-_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class Connection(asyncio.Protocol):
@@ -65,8 +64,8 @@ class Connection(asyncio.Protocol):
         """Wait for the first request."""
         self._transport = cast("asyncio.Transport", transport)
         self.outbox = Outbox(self._transport, self._loop, self._terms.write_timeout_s)
-        self._server = _address(transport.get_extra_info("sockname"))
-        self._client = _address(transport.get_extra_info("peername"))
+        self._server = address_of(transport.get_extra_info("sockname"))
+        self._client = address_of(transport.get_extra_info("peername"))
         self._server_state.connections.add(self)  # type: ignore[arg-type]  # `shutdown` is enough
         terms = self._terms
         self._deadline.within(terms.last_request_s if terms.draining else terms.header_timeout_s)
@@ -123,7 +122,7 @@ class Connection(asyncio.Protocol):
         self._ends = not head.keep_alive
         exchange = Exchange(
             self,
-            self._scope(head),
+            scope_of(head, self._server, self._client, self._app_state.copy()),
             keep_alive=head.keep_alive,
             expects_continue=head.expects_continue,
         )
@@ -241,6 +240,8 @@ class Connection(asyncio.Protocol):
         if waiting:
             self._queue = deque(one for one in self._queue if one is not broken)
             waiting[-1].keep_alive = False
+        elif broken is not None and broken.complete:
+            self._linger()
         elif broken is not None and broken.started:
             self._transport.abort()
         else:
@@ -293,30 +294,6 @@ class Connection(asyncio.Protocol):
             self._reading_paused = True
             self._transport.pause_reading()
 
-    def _scope(self, head: Head) -> HTTPScope:
-        path, raw_path, query = split_target(head.target)
-        scope = {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": head.version,
-            "method": head.method,
-            "scheme": "http",
-            "server": self._server,
-            "client": self._client,
-            "root_path": "",
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "headers": head.headers,
-            "state": self._app_state.copy(),
-        }
-        return cast("HTTPScope", scope)
-
     def _write_error(self, error: RequestError) -> None:
         reply = error_reply(error, CLOSE)
         self.outbox.write(head_of_reply(reply.status, reply.headers), reply.body)
-
-
-def _address(name: Any) -> tuple[str, int] | None:
-    """Return host and port; None for a socket that has none."""
-    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from litestar.types import (
     ASGIApp,
@@ -21,6 +21,7 @@ from litestar.types import (
 )
 
 from embedsvc.errors import InternalError, NotReady, RequestError, RequestTimeout
+from embedsvc.http.parser import Head, split_target
 from embedsvc.http.replies import CLOSE, head_of_reply
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # Where an app finds the `Client` among the extensions of its scope.
 CLIENT = "embedsvc.client"
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -227,3 +229,39 @@ class Exchange:
             self.complete = True
             self._wake()
             self._connection.completed(self)
+
+
+def scope_of(
+    head: Head,
+    server: tuple[str, int] | None,
+    client: tuple[str, int] | None,
+    state: dict[str, Any],
+) -> HTTPScope:
+    """Return the scope of a request.
+
+    Args:
+        head: of the request.
+        server: address of this end of the connection.
+        client: address of the other one.
+        state: of the app's life, a copy.
+
+    Raises:
+        InvalidRequest: its target is neither a path nor a URL.
+    """
+    path, raw_path, query = split_target(head.target)
+    scope = {
+        "type": "http",
+        "asgi": _ASGI,
+        "http_version": head.version,
+        "method": head.method,
+        "scheme": "http",
+        "server": server,
+        "client": client,
+        "root_path": "",
+        "path": path,
+        "raw_path": raw_path,
+        "query_string": query,
+        "headers": head.headers,
+        "state": state,
+    }
+    return cast("HTTPScope", scope)

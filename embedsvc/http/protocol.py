@@ -29,7 +29,7 @@ from embedsvc.http.replies import (
     error_reply,
     reply_end,
 )
-from embedsvc.http.schemas import EmbeddingsRequest, EncodingFormat, decode, embed_call
+from embedsvc.http.schemas import EmbeddingsRequest, EncodingFormat, check_ids, decode, embed_call
 from embedsvc.http.schemas import encoding_format as asked_encoding_format
 from embedsvc.service import Service
 
@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 # Said to clients that come while the model loads.
 NOT_READY_RETRY_S = 2.0
+# As many token ids as a request may have need less.
+LARGE_BODY_BYTES = 4 * 1024 * 1024
 ALLOW_POST = (b"allow", b"POST")
 # Every path of the route, and what it is called in metrics.
 PATHS = ("/v1/embeddings", "/embeddings")
@@ -84,6 +86,8 @@ class EmbeddingsEndpoint:
         if not self._service.ready:
             raise not_ready(self._service)
         body = await read_body(headers, receive, self._limits.max_body_bytes)
+        if len(body) > LARGE_BODY_BYTES:
+            check_ids(body, self._limits.max_request_tokens)
         request = decode(self._decoder, body)
         written_as = asked_encoding_format(request)
         entry.call = call = embed_call(

@@ -16,7 +16,7 @@ from msgspec import Struct
 from embedsvc.calls import EmbedCall
 from embedsvc.config import Truncation
 from embedsvc.engine.sequence import Priority
-from embedsvc.errors import InvalidRequest
+from embedsvc.errors import InvalidRequest, TooManyTokens
 
 T = TypeVar("T")
 EncodingFormat = Literal["float", "base64"]
@@ -41,6 +41,7 @@ TRUNCATIONS: dict[str | bool, Truncation] = {
     False: "NONE",
 }
 _FIELD_OF_PATH = re.compile(r"at `\$\.(\w+)")
+_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*-?\d')
 _ACCEPTED_INPUT = "a string, a list of strings, a list of token ids or a list of such lists"
 
 
@@ -92,6 +93,25 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         if b"\\u" in body:
             return _decode_mended(decoder, body)
         raise _unparseable(str(error) if body else "it is empty") from error
+
+
+def check_ids(body: bytes | bytearray, max_tokens: int) -> None:
+    """Refuse more token ids than one request may have, before each becomes an object.
+
+    For large bodies: 64 MiB of ids hold the event loop for 2 s as objects and for 0.04 s here;
+    texts take 0.04 to 0.1 s to decode (measured, one core of a Zen 4). An approximate look: what
+    follows the ids counts too, and ids behind an unusual spelling of the key are not seen.
+
+    Raises:
+        TooManyTokens: `input` is of ids, and of too many.
+    """
+    at = body.find(b'"input"')
+    if at >= 0 and _IDS.match(body, at) and body.count(b",", at) >= max_tokens:
+        raise TooManyTokens(
+            f"input has more than {max_tokens} token ids, the most that one request may have. "
+            "Send fewer at once.",
+            param="input",
+        )
 
 
 def embed_call(

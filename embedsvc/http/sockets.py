@@ -8,6 +8,7 @@ import resource
 import select
 import socket
 from pathlib import Path
+from typing import Any
 
 from embedsvc.config import ServerConfig
 from embedsvc.errors import StartError
@@ -43,6 +44,11 @@ def url_of(listener: socket.socket) -> str:
     """Return the address of a listening socket as a URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def address_of(name: Any) -> tuple[str, int] | None:
+    """Return host and port of a socket's name; None for a socket that has none."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
 def allow_many_connections() -> None:
