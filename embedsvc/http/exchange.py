@@ -138,17 +138,17 @@ class Exchange:
 
     async def run(self, app: ASGIApp) -> None:
         """Let the app answer, and answer for it where it does not."""
-        error: RequestError = InternalError("The server failed; its log says why.")
+        stopping = False
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
-            error = NotReady("The server is stopping.", retry_after_s=1)
+            stopping = True
             raise
         except Exception:  # whatever it is, the client gets an answer
             log.exception("unexpected error path=%s", self.scope["path"])
         finally:
             if not (self.complete or self._client.gone):
-                self._connection.answer_for(self, error)
+                self._connection.answer_for(self, _failure(stopping))
 
     # --- called by the app -----------------------------------------------------------------------
 
@@ -229,6 +229,12 @@ class Exchange:
             self.complete = True
             self._wake()
             self._connection.completed(self)
+
+
+def _failure(stopping: bool) -> RequestError:
+    if stopping:
+        return NotReady("The server is stopping.", retry_after_s=1)
+    return InternalError("The server failed; its log says why.")
 
 
 def scope_of(
