@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
-from embedsvc.engine.buckets import Limits, half_powers_of_two
+from embedsvc.engine.buckets import WIDTH_STEP, Limits, half_powers_of_two
 from embedsvc.engine.calibrate import (
     Calibration,
     calibrate,
@@ -39,6 +39,8 @@ from embedsvc.tuning.refit import Refit
 log = logging.getLogger(__name__)
 
 CALIBRATION_LIMIT_S = 4.0
+# Texts up to this length are warmed up whatever the token budget.
+WARM_UP_TOKENS = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -269,17 +271,24 @@ def _edges(buckets: list[int] | str, max_length: int) -> list[int]:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run each bucket's fullest batch once on every slot, so that no request pays for it."""
+    """Run the shapes that traffic will have on every slot, so that no request pays for the first.
+
+    Each bucket's fullest batch, and batches of every size up to it: libraries keep kernels by the
+    number of tokens, and memory is steady once they are there.
+    """
     limits = engine.policy.limits
-    for edge in engine.policy.buckets.edges:
-        if edge > max(256, limits.max_batch_tokens):
-            break
-        rows = limits.rows(edge)
-        buffer_runs = [
-            engine.device.submit(
-                run_once, engine.model, full_buffer(engine.model, rows, edge), rows, edge
-            )
-            for _ in range(engine.device.slots)
-        ]
-        for run in buffer_runs:
+    longest = max(WARM_UP_TOKENS, limits.max_batch_tokens)
+    shapes = [(limits.rows(e), e) for e in engine.policy.buckets.edges if e <= longest]
+    shapes += [(n // WIDTH_STEP, WIDTH_STEP) for n in _sizes(limits.max_batch_tokens)]
+    for rows, length in shapes:
+        rows = min(rows, limits.max_batch_size)
+        buffers = [full_buffer(engine.model, rows, length) for _ in range(engine.device.slots)]
+        runs = [engine.device.submit(run_once, engine.model, b, rows, length) for b in buffers]
+        for run in runs:
             run.result()
+
+
+def _sizes(most: int) -> list[int]:
+    """Return numbers of tokens, eight an octave, from 8 to `most`."""
+    steps = (round(WIDTH_STEP * 2 ** (k / 8)) for k in range(8 * 8))
+    return sorted({n for step in steps if (n := step // WIDTH_STEP * WIDTH_STEP) <= most})

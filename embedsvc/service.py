@@ -31,7 +31,7 @@ from embedsvc.errors import (
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
 from embedsvc.tokenization import Encoded, Token, TokenizerPool
-from embedsvc.traffic import follow_traffic
+from embedsvc.traffic import start_following
 from embedsvc.vectors import finish
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Service:
                 )
                 deployment.engine.start()
                 self._deployments[model.name] = deployment
-                self._following.append(asyncio.create_task(follow_traffic(deployment)))
+                self._following.append(start_following(deployment))
         except BaseException:
             self._phase = "failed"
             raise

@@ -14,8 +14,18 @@ from embedsvc.deployment import Deployment
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 10.0
-# Texts gather for at least this long, however idle the device is.
-MIN_WINDOW_S = 0.05
+
+
+def start_following(deployment: Deployment) -> asyncio.Task[None]:
+    """Follow the traffic in a task of its own; should it fail, the edges stay as they are."""
+    task = asyncio.create_task(follow_traffic(deployment))
+    task.add_done_callback(_log_failure)
+    return task
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("bucket edges are no longer followed", exc_info=error)
 
 
 async def follow_traffic(deployment: Deployment, interval_s: float = LOOK_INTERVAL_S) -> None:
@@ -28,16 +38,14 @@ async def follow_traffic(deployment: Deployment, interval_s: float = LOOK_INTERV
         await asyncio.sleep(interval_s)
         n_seen, now = refit.histogram.n_seen, monotonic()
         rate, seen, since = (n_seen - seen) / (now - since), n_seen, now
-        window_s = max(MIN_WINDOW_S, deployment.engine.mean_wait_s)
-        switch = await asyncio.to_thread(refit.propose, rate, window_s)
+        switch = await asyncio.to_thread(refit.propose, rate)
         if switch is None:
             continue
         refit.accept(switch)
         deployment.engine.set_edges(switch.edges)
         deployment.metrics.edge_switches.inc()
         log.info(
-            "bucket edges switched model=%s predicted_gain=%.1f%% rate=%.0f/s wait_s=%.3f "
-            "edges=%s former=%s",
-            deployment.config.name, 100 * switch.gain, rate, window_s,
+            "bucket edges switched model=%s predicted_gain=%.1f%% rate=%.0f/s edges=%s former=%s",
+            deployment.config.name, 100 * switch.gain, rate,
             list(switch.edges), list(switch.former),
         )  # fmt: skip

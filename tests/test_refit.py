@@ -16,7 +16,7 @@ from embedsvc.tuning.simulate import Arrival, poisson, replay
 
 COST = CostModel(3e-3, 1e-4, 52e-6, 4e-8)
 LIMITS = Limits(512, 1024, 256)
-RATE, WINDOW_S = 250.0, 0.2
+RATE = 250.0
 
 
 def short(n: int, seed: int = 0) -> list[int]:
@@ -34,7 +34,7 @@ def test_too_few_texts_say_nothing() -> None:
     refit = Refit([512], COST, LIMITS)
     refit.count(short(100))
 
-    assert refit.propose(RATE, WINDOW_S) is None
+    assert refit.propose(RATE) is None
 
 
 def test_better_edges_are_proposed_with_their_gain() -> None:
@@ -42,7 +42,7 @@ def test_better_edges_are_proposed_with_their_gain() -> None:
     refit = Refit([512], COST, LIMITS)
     refit.count(short(1000))
 
-    switch = refit.propose(RATE, WINDOW_S)
+    switch = refit.propose(RATE)
 
     assert switch is not None
     assert switch.former == (512,)
@@ -56,7 +56,7 @@ def test_once_switched_the_same_traffic_changes_nothing(seed: int) -> None:
     switches = 0
     for turn in range(20):
         refit.count(short(600, seed * 100 + turn))
-        if switch := refit.propose(RATE, WINDOW_S):
+        if switch := refit.propose(RATE):
             refit.accept(switch)
             switches += 1
 
@@ -78,7 +78,7 @@ def test_edges_follow_a_shift_within_a_minute() -> None:
         refit.count(arrival.lengths)
         if arrival.at >= look_s:
             look_s += 10.0
-            if switch := refit.propose(rate, WINDOW_S):
+            if switch := refit.propose(rate):
                 refit.accept(switch)
                 policy.set_edges(switch.edges)
 
@@ -86,7 +86,9 @@ def test_edges_follow_a_shift_within_a_minute() -> None:
 
     best = LengthHistogram(512)
     best.add(long(2000, 7))
-    ideal = Policy(best_edges(Traffic(best.counts(), rate, WINDOW_S), COST, LIMITS), COST, LIMITS)
+    ideal = Policy(
+        best_edges(Traffic(best.counts(), rate, LIMITS.max_age_s), COST, LIMITS), COST, LIMITS
+    )
     late = [a for a in arrivals if a.at > shift_s + 60]
     reference = replay(late, ideal, 2, COST)
     # Padding of our batches a minute after the shift, from what each batch computed.

@@ -24,6 +24,7 @@ from embedsvc.models import precision, verify
 from embedsvc.models.buffers import Vectors
 from embedsvc.models.cache import Cache
 from embedsvc.models.host import native_bf16
+from embedsvc.models.rounding import round_up_tokens
 from embedsvc.models.source import ModelFolder, load_tokenizer, resolve
 from embedsvc.models.torch import TorchModel, choose_device, prepare_thread
 from tests import tiny
@@ -247,11 +248,11 @@ def test_blocked_weights_are_as_exact_as_autocast(architecture: str) -> None:
 
 def test_products_are_computed_for_few_numbers_of_tokens() -> None:
     """Any number of tokens is rounded up by little, to one of few numbers."""
-    rounded = [precision.round_up_tokens(n) for n in range(1, 4097)]
+    rounded = [round_up_tokens(n) for n in range(1, 4097)]
 
     assert len(set(rounded)) <= 8 + 6 * 8
     assert all(n <= room <= max(n + 7, 1.125 * n) for n, room in enumerate(rounded, 1))
-    assert [precision.round_up_tokens(room) for room in rounded] == rounded
+    assert [round_up_tokens(room) for room in rounded] == rounded
 
 
 def test_self_check_refuses_a_precision(tmp_path: Path) -> None:

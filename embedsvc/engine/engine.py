@@ -119,11 +119,6 @@ class Engine:
         """Return predicted slot seconds as seconds at the pace of recent batches."""
         return slot_s * self._ledger.pace / self.device.slots
 
-    @property
-    def mean_wait_s(self) -> float:
-        """Mean seconds that recent rows waited for the device."""
-        return self._ledger.mean_wait_s
-
     def price(self, length: int) -> float:
         """Return the predicted slot seconds of a row, its share of a full batch included."""
         return self.policy.buckets.price(length)

@@ -16,7 +16,6 @@ from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 from embedsvc.errors import ClientGone, DeadlineExceeded, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
 
-WAIT_MEMORY = 0.01
 PACE_MEMORY = 0.02
 # One batch that was held up by something else does not decide what is admitted.
 MAX_PACE = 4.0
@@ -45,8 +44,6 @@ class Ledger:
         self.pending_s = dict.fromkeys(Priority, 0.0)
         # Measured over predicted time of recent batches: half of it is from the last 35.
         self.pace = 1.0
-        # Mean wait of recent rows: half of it is from the last 70.
-        self.mean_wait_s = 0.0
         self._n_open = dict.fromkeys(Priority, 0)
         self._metrics = metrics
         self._price = price
@@ -153,9 +150,8 @@ class Ledger:
 
     def _book(self, request: Request, sequence: Sequence, started: float, ended: float) -> None:
         self._release(request, 1, sequence.length, self._price(sequence.length))
-        wait_s = started - request.arrival
-        self._metrics.queue[length_class(sequence.length)].observe(wait_s)
-        self.mean_wait_s += WAIT_MEMORY * (wait_s - self.mean_wait_s)
+        wait = self._metrics.queue[length_class(sequence.length)]
+        wait.observe(started - request.arrival)
         request.first_start = min(request.first_start, started)
         if request.open_rows == 0:
             request.last_end = ended

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from embedsvc.config import VersionConfig
 from embedsvc.models.buffers import HostBuffer
+from embedsvc.models.host import set_native_memory
 
 if TYPE_CHECKING:
     from embedsvc.models.source import ModelFolder
+
+# Torch reads these settings when it is loaded, by whichever module comes first.
+set_native_memory()
 
 
 class Model(Protocol):

@@ -25,6 +25,7 @@ from torch import Tensor, nn  # noqa: E402
 from embedsvc.errors import ModelError  # noqa: E402
 from embedsvc.models import verify  # noqa: E402
 from embedsvc.models.cache import Cache  # noqa: E402
+from embedsvc.models.encoder import streamlined  # noqa: E402
 from embedsvc.models.head import output_dim, read_head  # noqa: E402
 from embedsvc.models.precision import lower  # noqa: E402
 from embedsvc.models.source import load_tokenizer  # noqa: E402
@@ -120,7 +121,8 @@ class TorchModel:
         self._device = choose_device(self.device)
         self.device = str(self._device)
         dtype = choose_dtype(self.dtype, self._device)
-        self._network = load_transformer(self._folder.transformer_path).to(self._device)
+        network = load_transformer(self._folder.transformer_path)
+        self._network = streamlined(network).to(self._device)
         config = self._network.config
         self._masked = not is_causal(config)
         self._pooling, head = read_head(self._folder, self._pooling_name, config)

@@ -55,19 +55,22 @@ class Refit:
         """Count texts of some tokens each."""
         self.histogram.add(lengths)
 
-    def propose(self, rate: float, window_s: float) -> Switch | None:
+    def propose(self, rate: float) -> Switch | None:
         """Return better edges, where there are some that held-out texts confirm.
 
-        Edges are fitted to one half of the texts and judged on the other.
+        Edges are fitted to one half of the texts and judged on the other. Rows may gather until the
+        age cap sends them, so a bucket that cannot fill by then is too fine. (Shorter windows make
+        fewer buckets, which only costs: batches join neighbouring buckets anyway.)
 
         Args:
             rate: texts per second now.
-            window_s: seconds that texts wait for their batch now.
         """
         if self.histogram.n_seen - self._seen_before < MIN_TEXTS:
             return None
         self._seen_before = self.histogram.n_seen
-        fitted, held_out = (Traffic(half, rate / 2, window_s) for half in self.histogram.halves())
+        fitted, held_out = (
+            Traffic(half, rate / 2, self._limits.max_age_s) for half in self.histogram.halves()
+        )
         edges = tuple(best_edges(fitted, self._cost, self._limits))
         now_s = predicted_cost(self.edges, held_out, self._cost, self._limits)
         then_s = predicted_cost(edges, held_out, self._cost, self._limits)
