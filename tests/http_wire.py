@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from uvicorn.server import ServerState
+
 from embedsvc.config import ServerConfig
 from embedsvc.http.server import Server
 from embedsvc.http.sockets import listen
@@ -94,6 +96,12 @@ async def serving(
             for wire in site.wires:
                 wire.writer.close()
             await running
+
+
+async def no_connections(state: ServerState) -> None:
+    """Wait until a server has none."""
+    while state.connections:  # noqa: ASYNC110  # uvicorn's set tells nobody
+        await asyncio.sleep(0)
 
 
 def post(body: dict[str, Any] | str = "a", *, headers: str = "", version: str = "1.1") -> str:

@@ -14,7 +14,7 @@ from embedsvc.errors import BodyTooLarge, ClientGone, RequestTimeout
 from embedsvc.http.parser import MAX_HEAD_BYTES
 from embedsvc.http.timing import MIN_BODY_BYTES_PER_S, Terms
 from tests.http_fakes import MAX_BODY_BYTES, URL, FakeService, counted
-from tests.http_wire import Reply, Site, Wire, chunked, post
+from tests.http_wire import Reply, Site, Wire, chunked, no_connections, post
 
 pytest_plugins = ["tests.http_fixtures"]
 
@@ -247,7 +247,7 @@ async def test_a_reply_that_is_written_but_not_read_is_dropped(
     site.server.terms.write_timeout_s = SHORT_S
     service.dim = 3_000_000
     wire = await read_nothing_of(site, post(headers=headers))
-    connection_lost = asyncio.create_task(no_connections(site))
+    connection_lost = asyncio.create_task(no_connections(site.server.server_state))
     heard = await service.metrics.heard.get()
     await connection_lost
     service.dim = 8
@@ -255,12 +255,6 @@ async def test_a_reply_that_is_written_but_not_read_is_dropped(
     assert heard == (200, "ok")
     assert not wire.writer.is_closing()
     assert await served(site)
-
-
-async def no_connections(site: Site) -> None:
-    """Wait until the server has none."""
-    while site.server.server_state.connections:  # noqa: ASYNC110  # uvicorn's set tells nobody
-        await asyncio.sleep(0)
 
 
 # --- many who do nothing -------------------------------------------------------------------------

@@ -176,10 +176,10 @@ class Connection(asyncio.Protocol):
         """Go on after a response."""
         self._active = None
         self.outbox.end_response()
+        self.resume_reading()
         if exchange.received:
             self._go_on(exchange)
         elif exchange.keep_alive:
-            self.resume_reading()
             self._deadline.within(self._terms.discard_s)
         else:
             self._linger()
