@@ -35,8 +35,8 @@ Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
 class App(Litestar):
     """A Litestar app that counts its requests and lets those for vectors pass its router by.
 
-    The way through Litestar's router and middleware costs a request for vectors a fifth of its
-    time (measured: 339 against 270 µs of CPU a request). Other spellings of its path take that way.
+    The way through Litestar's router and middleware costs 17 µs a request (measured: 60 against 43
+    µs of CPU for all of HTTP, one core of a Zen 4). Other spellings of the path take that way.
     """
 
     endpoint: EmbeddingsEndpoint
