@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
-from embedsvc.engine.buckets import WIDTH_STEP, Limits, half_powers_of_two
+from embedsvc.engine.buckets import WIDTH_STEP, Limits, first_edges
 from embedsvc.engine.calibrate import (
     Calibration,
     calibrate,
@@ -262,7 +262,7 @@ def _engine(
 
 def _edges(buckets: list[int] | str, max_length: int) -> list[int]:
     if isinstance(buckets, str):
-        return half_powers_of_two(max_length)
+        return first_edges(max_length)
     if buckets[-1] > max_length:
         raise ConfigError(
             f"batching.buckets: the last edge is {buckets[-1]}, over max_length {max_length}"

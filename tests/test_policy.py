@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedsvc.engine.buckets import half_powers_of_two, padded_width
+from embedsvc.engine.buckets import first_edges, half_powers_of_two, padded_width
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Priority, Sequence
@@ -242,9 +243,12 @@ def test_an_empty_queue_waits_for_ever() -> None:
 
 
 @pytest.mark.parametrize("max_length", [1, 7, 8, 100, 128, 256, 512, 8192])
-def test_half_powers_ascend_to_the_maximum(max_length: int) -> None:
-    """Edges ascend strictly and end at the model's maximum."""
-    edges = half_powers_of_two(max_length)
+@pytest.mark.parametrize("make_edges", [half_powers_of_two, first_edges])
+def test_built_in_edges_ascend_to_the_maximum(
+    max_length: int, make_edges: Callable[[int], list[int]]
+) -> None:
+    """Edges ascend strictly, end at the model's maximum, and are not too many."""
+    edges = make_edges(max_length)
 
     assert edges == sorted(set(edges))
     assert edges[-1] == max_length

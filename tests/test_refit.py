@@ -65,7 +65,7 @@ def test_once_switched_the_same_traffic_changes_nothing(seed: int) -> None:
 
 def test_edges_follow_a_shift_within_a_minute() -> None:
     """Bar: a minute after short traffic turns long, padding is within 2 points of the best."""
-    policy = Policy(half_powers_of_two(512), COST, LIMITS)
+    policy = Policy([8, 16, 24, 512], COST, LIMITS)
     refit = Refit(policy.buckets.edges, COST, LIMITS)
     rate = 55.0
     texts = short(1500) + long(int(90 * rate))

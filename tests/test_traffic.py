@@ -29,7 +29,7 @@ async def serving(cache: Path, batching: BatchingConfig) -> AsyncIterator[Servic
 
 async def test_edges_of_a_running_engine_follow_the_traffic(tmp_path: Path) -> None:
     """Texts keep their vectors while the edges move to where they are."""
-    async with serving(tmp_path, BatchingConfig(max_batch_tokens=512)) as service:
+    async with serving(tmp_path, BatchingConfig(buckets=[256], max_batch_tokens=512)) as service:
         await check_following(service)
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from embedsvc.engine.buckets import WIDTH_STEP, Limits
+from embedsvc.engine.buckets import MAX_EDGES, WIDTH_STEP, Limits
 from embedsvc.engine.cost import CostModel
 from embedsvc.tuning.histogram import Counts
 
-MAX_EDGES = 32
 # Longer models have more multiples of 8 than can be tried; the long tail is sampled.
 MAX_CANDIDATES = 256
 
