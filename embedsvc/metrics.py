@@ -40,7 +40,7 @@ class Metrics:
         )  # fmt: skip
         build.labels(__version__).set(1)
         self._requests = Counter(
-            "embedsvc_requests", "HTTP answers by route, status, reason; without probes and scrapes.",
+            "embedsvc_requests", "HTTP answers by route, status and reason, probes left out.",
             ["route", "status", "reason"],
             registry=self.registry,
         )  # fmt: skip
