@@ -54,6 +54,8 @@ class FakeService:
         self.dim = DIM
         self.n_truncated = 0
         self.cancelled = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.drained_s: float | None = None
 
     @property
     def ready(self) -> bool:
@@ -67,6 +69,8 @@ class FakeService:
     async def stop(self, drain_timeout_s: float | None = None) -> None:
         """Become unready."""
         self.state = "stopping"
+        self.drained_s = drain_timeout_s
+        self.stopped.set()
 
     async def embed(self, call: EmbedCall) -> Embedded:
         """Answer as told."""

@@ -174,6 +174,25 @@ async def test_a_request_that_has_arrived_is_not_lost_with_its_idle_connection(s
         await assert_last_reply(wire)
 
 
+async def test_at_the_end_of_the_drain_time_the_service_is_told_to_drain_no_longer(
+    service: FakeService,
+) -> None:
+    """It has had the time; who still waits is answered at once."""
+    server = ServerConfig(drain_timeout_s=0.05)
+    service.config = Config(server=server, models=service.config.models)
+    service.gate = asyncio.Event()
+    async with serving(service) as site:
+        wire = await site.connect()
+        wire.send(post())
+        await service.entered.wait()
+        site.server.drain()
+        await service.stopped.wait()
+        service.gate.set()
+        await assert_last_reply(wire)
+
+    assert service.drained_s == 0.0
+
+
 class Crowded(Server):
     """A server at whose end clients have connected and asked that it has not accepted yet."""
 
