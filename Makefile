@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve test lint format reference quality smoke pressure
+.PHONY: setup serve test test-container lint format reference quality smoke pressure
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+
+# Builds the image and runs it; needs podman and mmdebstrap, minutes and 6 GB of disk.
+test-container: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m container -o faulthandler_timeout=0
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check
