@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
+from embedsvc.engine.engine import Arrivals
 from embedsvc.engine.sequence import Priority, Request
 from embedsvc.errors import DeadlineExceeded, InferenceFailed, InternalError, NotReady, Overloaded
 from tests.fakes import (
@@ -176,7 +177,7 @@ async def test_the_death_of_the_scheduler_fails_everyone(rigs: Rigs) -> None:
     await model.wait_entered()
     waiting = rig.send([10])
 
-    rig.engine._inbox.put([])  # a message the scheduler cannot digest
+    rig.engine._inbox.put(Arrivals([[]]))  # a message the scheduler cannot digest
     errors = [await held.settled, await waiting.settled, await rig.send([1]).settled]
 
     assert [type(e) for e in errors] == [InternalError, InternalError, NotReady]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import ParamSpec, TypeVar, TypeVarTuple
 
+log = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -41,7 +46,14 @@ class Device:
         self._semaphore = threading.Semaphore(slots)
         self._lock = threading.Lock()
         self._busy = 0
-        self._threads = ThreadPoolExecutor(slots, f"device-{name}", initializer=prepare_thread)
+        self._prepare_thread = prepare_thread
+        self._work: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]
+        self._work = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._main, name=f"device-{name}-{k}") for k in range(slots)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def busy(self) -> int:
@@ -67,10 +79,35 @@ class Device:
             self._busy -= 1
         self._semaphore.release()
 
-    def submit(self, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def start(self, run: Callable[[*Args], object], *args: *Args) -> None:
         """Run a function on a device thread; the caller holds a slot where it is a batch."""
-        return self._threads.submit(run, *args, **kwargs)
+        self._work.put((run, args))
+
+    def submit(self, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function on a device thread and return what will be its result."""
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(run(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  # whoever waits for the result is told
+                future.set_exception(error)
+
+        self._work.put((settle, ()))
+        return future
 
     def close(self) -> None:
         """Stop the threads once what they run is done."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _main(self) -> None:
+        self._prepare_thread()
+        while (work := self._work.get()) is not None:
+            run, args = work
+            try:
+                run(*args)
+            except Exception:  # a thread that ends would take its slot along
+                log.exception("device thread failed device=%s", self.name)

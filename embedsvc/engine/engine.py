@@ -61,9 +61,15 @@ class Edges:
     edges: tuple[int, ...]
 
 
-# Rows of one request, a request whose rows must leave, what did not fit, other
-# edges, or the order to stop.
-Message = list[Sequence] | Request | OutOfMemory | Edges | None
+@dataclass(slots=True, frozen=True)
+class Arrivals:
+    """Rows of new requests, request by request."""
+
+    requests: list[list[Sequence]]
+
+
+# A request by itself is one whose rows must leave; None is the order to stop.
+Message = Arrivals | Request | OutOfMemory | Edges | None
 
 
 class Engine:
@@ -91,6 +97,7 @@ class Engine:
         self._clock = clock
         self._bookings = Bookings(clock)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._arrived: list[list[Sequence]] = []
         self._ledger = Ledger(admission, metrics, self.price, clock, self._inbox.put)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         metrics.gauges_from(
@@ -162,10 +169,18 @@ class Engine:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""
         self._ledger.enter(request, sequences)
         if self.state == "ready":
-            self._inbox.put(sequences)
+            # What arrives in one turn of the loop wakes the scheduler once, as one message: a
+            # wake-up for each costs more than the rest of the way of a short text.
+            if not self._arrived:
+                self._loop.call_soon(self._hand_over)
+            self._arrived.append(sequences)
         else:
             refusal = NotReady(f"Model {self.name} is {self.state}.", retry_after_s=1)
             self._ledger.close(request, refusal)
+
+    def _hand_over(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        self._inbox.put(Arrivals(arrived))
 
     def abandon(self, request: Request) -> None:
         """Forget a request nobody waits for; its waiting rows never reach the device."""
@@ -223,7 +238,7 @@ class Engine:
             choice = self.policy.next(self._clock(), self.device.free + 1)
             if not isinstance(choice, Batch):
                 return choice
-            self.device.submit(self._execute, choice)
+            self.device.start(self._execute, choice)
             launched = True
             return inf
         finally:
@@ -254,8 +269,11 @@ class Engine:
             self.policy.shrink(message.rows, message.length)
         elif isinstance(message, Edges):
             self.policy.set_edges(message.edges)
-        elif not message[0].request.abandoned:
-            self.policy.add(message, self._clock())
+        else:
+            now = self._clock()
+            for sequences in message.requests:
+                if not sequences[0].request.abandoned:
+                    self.policy.add(sequences, now)
         return True
 
     # --- device threads --------------------------------------------------------------------------
