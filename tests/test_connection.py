@@ -156,6 +156,8 @@ async def test_a_client_that_asks_first_is_told_to_go_on(site: Site) -> None:
     refusal = await wire.reply()
 
     assert (go_on.status, reply.status, refusal.status) == (100, 200, 413)
+    assert "connection" not in reply.headers
+    assert refusal.headers["connection"] == "close"
     assert await wire.closed()
 
 

@@ -33,6 +33,8 @@ from embedsvc.errors import (
     TooManyTokens,
     UnsupportedEncoding,
 )
+from embedsvc.http.exchange import Client
+from embedsvc.http.protocol import until_gone
 from embedsvc.http.replies import SLICE_VALUES
 from tests.http_fakes import (
     DIM,
@@ -381,3 +383,18 @@ async def test_cancelling_the_handler_is_not_mistaken_for_a_client_that_left(
     with pytest.raises(asyncio.CancelledError):
         await request
     assert service.cancelled.is_set()
+
+
+async def test_nothing_is_begun_for_a_client_that_is_gone_already() -> None:
+    """It may leave while its body is unpacked."""
+    client, begun = Client(), False
+
+    async def work() -> None:
+        nonlocal begun
+        begun = True
+
+    client.leave()
+    with pytest.raises(ClientGone):
+        await until_gone(client, work())
+
+    assert not begun
