@@ -81,6 +81,41 @@ async def test_the_scope_describes_the_request() -> None:
     assert scope["state"] == {"x": 1}
 
 
+async def test_what_follows_a_body_in_chunks_is_no_header() -> None:
+    """Else it could pass for one that was checked before."""
+    scopes = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        scopes.append(scope)
+        await answering(length=0)(scope, receive, send)
+
+    async with wired(app) as wire:
+        wire.send("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: 1\r\n\r\n")
+        await wire.reply()
+
+    assert scopes[0]["headers"] == [(b"transfer-encoding", b"chunked")]
+
+
+async def test_nothing_follows_a_request_that_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    """What is sent after `Connection: close` is not looked at."""
+    methods = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        methods.append(scope["method"])
+        await answering(length=0)(scope, receive, send)
+
+    async with wired(app) as wire:
+        wire.send(GET.replace("Host", "Connection: close\r\nHost"), GET.replace("GET", "PUT"))
+        reply = await wire.reply()
+
+        assert await wire.closed()
+    assert reply.headers["connection"] == "close"
+    assert methods == ["GET"]
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("target", ["*", "nonsense", "/\x01", "http://"])
 async def test_odd_targets_harm_nobody(target: str) -> None:
     """They are passed on or refused."""

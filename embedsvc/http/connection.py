@@ -52,8 +52,8 @@ class Connection(asyncio.Protocol):
         # The exchange that the app answers, and those that wait for it to be done.
         self._active: Exchange | None = None
         self._queue: deque[Exchange] = deque()
-        # Nothing has come yet; no request is read after the present one; nothing is read any more.
-        self._fresh, self._ends, self._deaf = True, False, False
+        # Nothing has come yet; nothing is read any more.
+        self._fresh, self._deaf = True, False
         self._reading_paused = False
         self._deadline = Deadline(self._loop, self._on_deadline)
         self._head_timed = True
@@ -117,9 +117,6 @@ class Connection(asyncio.Protocol):
         """Start a request, or let it wait for those before it."""
         self._head_timed = False
         self._deadline.clear()
-        if self._ends:
-            return
-        self._ends = not head.keep_alive
         exchange = Exchange(
             self,
             scope_of(head, self._server, self._client, self._app_state.copy()),
