@@ -22,7 +22,7 @@ set_native_memory()
 import torch  # noqa: E402  # reads the variables set above when it is loaded
 from torch import Tensor, nn  # noqa: E402
 
-from embedsvc.errors import ModelError  # noqa: E402
+from embedsvc.errors import DeviceOutOfMemory, ModelError  # noqa: E402
 from embedsvc.models import verify  # noqa: E402
 from embedsvc.models.cache import Cache  # noqa: E402
 from embedsvc.models.encoder import streamlined  # noqa: E402
@@ -140,7 +140,16 @@ class TorchModel:
             buffer: filled input arrays; only `output` is written.
             rows: rows in use.
             length: padded length in tokens.
+
+        Raises:
+            DeviceOutOfMemory: a smaller batch may fit.
         """
+        try:
+            self._forward(buffer, rows, length)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise DeviceOutOfMemory(str(error)) from error
+
+    def _forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         with torch.inference_mode():
             ids = self._on_device(torch.from_numpy(buffer.grid(rows, length)))
             lengths = self._on_device(torch.from_numpy(buffer.lengths[:rows]))
