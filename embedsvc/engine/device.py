@@ -104,10 +104,12 @@ class Device:
             thread.join()
 
     def _main(self) -> None:
-        self._prepare_thread()
+        self._run(self._prepare_thread, ())
         while (work := self._work.get()) is not None:
-            run, args = work
-            try:
-                run(*args)
-            except Exception:  # a thread that ends would take its slot along
-                log.exception("device thread failed device=%s", self.name)
+            self._run(*work)
+
+    def _run(self, run: Callable[..., object], args: tuple[object, ...]) -> None:
+        try:
+            run(*args)
+        except Exception:  # a thread that ends would take its slot along
+            log.exception("device thread failed device=%s", self.name)

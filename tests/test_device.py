@@ -1,0 +1,55 @@
+"""A device: slots are bounded, threads outlive what fails on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from embedsvc.engine.device import Device
+
+
+def fail() -> None:
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """Two slots whose preparation fails."""
+    device = Device("cpu", slots=2, prepare_thread=fail)
+    yield device
+    device.close()
+
+
+def test_as_many_slots_as_configured(device: Device) -> None:
+    """A slot is had once; the next one waits for it to come back."""
+    assert [device.acquire(0.0) for _ in range(3)] == [True, True, False]
+    assert (device.busy, device.free) == (2, 0)
+
+    device.release()
+
+    assert device.acquire(0.0)
+
+
+def test_a_thread_outlives_what_fails_on_it(device: Device) -> None:
+    """A failure is logged, and the thread takes the next piece of work."""
+    for _ in range(4):
+        device.start(fail)
+
+    assert device.submit(lambda: 7).result(timeout=10) == 7
+
+
+def test_a_failure_reaches_who_waits_for_the_result(device: Device) -> None:
+    """A result that cannot be had is an error, not a wait for ever."""
+    with pytest.raises(RuntimeError, match="on purpose"):
+        device.submit(fail).result(timeout=10)
+
+
+def test_slots_work_at_the_same_time(device: Device) -> None:
+    """Each slot has a thread of its own."""
+    both = threading.Barrier(2, timeout=10)
+
+    runs = [device.submit(both.wait) for _ in range(2)]
+
+    assert sorted(run.result(timeout=10) for run in runs) == [0, 1]
