@@ -101,11 +101,11 @@ def serve(config: Path | None, log_level: str, **flags: Any) -> None:
 
 
 @main.command()
-@config_argument(required=True)
+@config_argument()
 @model_options
 @option("--config-only", is_flag=True, help="Do not load the model.")
 @log_level
-def check(config: Path, config_only: bool, log_level: str, **flags: Any) -> None:
+def check(config: Path | None, config_only: bool, log_level: str, **flags: Any) -> None:
     """Print the effective configuration, then load the model and verify its vectors.
 
     A mistake in the file is printed with the path of its field. The exit status is 1 after a

@@ -28,6 +28,7 @@ from embedsvc.errors import (
     TooManyInputs,
     TooManyTokens,
 )
+from embedsvc.intake import before, check_sizes, estimate_tokens
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
 from embedsvc.tokenization import Encoded, Token, TokenizerPool
@@ -44,8 +45,7 @@ DEADLINE_SHARE, DEADLINE_RESERVE_S = 0.95, 0.05
 OWN_TIME_FACTOR = 3.0
 # At most one line about refusals in this time.
 REFUSAL_LOG_S = 1.0
-# Estimate used before tokenization.
-CHARACTERS_PER_TOKEN = 4
+
 
 State = Literal["loading", "ready", "failed", "stopping"]
 
@@ -124,6 +124,7 @@ class Service:
         """
         deployment = self._deployment(call.model)
         self._check_count(len(call.inputs))
+        check_sizes(call.inputs)
         dim = deployment.dimensions(call.dimensions)
         began = perf_counter()
         request, sequences, n_truncated = await self._admitted(call, deployment)
@@ -215,7 +216,7 @@ class Service:
         priority = call.priority
         if priority is None:
             priority = Priority.INTERACTIVE if n <= INTERACTIVE_INPUTS else Priority.BULK
-        estimate = _estimate_tokens(call.inputs, deployment.tokenizer.max_length)
+        estimate = estimate_tokens(call.inputs, deployment.tokenizer.max_length)
         deadline = monotonic() + self._time_s(call, engine.own_s(n, estimate))
         try:
             engine.admit(n, estimate, priority, deadline - monotonic())
@@ -224,7 +225,7 @@ class Service:
             self._note_refusal(engine.queue_s)
             raise
         try:
-            encoded = await self._encode(call, deployment)
+            encoded = await before(deadline, self._encode(call, deployment), estimate)
             tokens = sum(len(e.ids) for e in encoded)
             self._check_tokens(tokens)
             self._check_time(call, engine.own_s(n, tokens))
@@ -312,8 +313,3 @@ async def _settled(deployment: Deployment, request: Request, sequences: list[Seq
         raise
     if error is not None:
         raise error
-
-
-def _estimate_tokens(inputs: list[str] | list[list[int]], max_length: int) -> int:
-    divisor = CHARACTERS_PER_TOKEN if isinstance(inputs[0], str) else 1
-    return sum(min(max_length, 2 + len(one) // divisor) for one in inputs)

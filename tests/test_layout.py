@@ -26,6 +26,7 @@ LAYERS = {
     "calls": 4,
     "vectors": 4,
     "deployment": 5,
+    "intake": 5,
     "traffic": 6,
     "service": 7,
     "verification": 8,

@@ -252,3 +252,17 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start(cache: Path, tmp_pa
 
     assert service.state == "failed"
     await service.stop()
+
+
+async def test_a_text_beyond_any_model_is_refused_unread(service: Service) -> None:
+    """What would be tokenized for seconds is refused with its index and the limit."""
+    with pytest.raises(InvalidRequest, match=r"input\[1\] has 1000001 characters"):
+        await service.embed(EmbedCall(NAME, ["a", "a" * 1_000_001]))
+
+
+async def test_tokenizing_ends_at_the_deadline(service: Service) -> None:
+    """A request whose texts take longer to tokenize than it has gets its 504 on time."""
+    texts = ["a" * 1_000_000] * 20
+
+    with pytest.raises(DeadlineExceeded, match="while the texts were tokenized"):
+        await service.embed(EmbedCall(NAME, texts, timeout_s=0.06))

@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 
 # A budget is large enough when it reaches this share of the best measured rate.
 GOOD_RATE = 0.97
-# The smallest budget holds a row of every measured length.
+# The smallest budget holds some rows of every measured length: a busy machine at the first start
+# must not leave a budget that no later start corrects.
 LENGTHS = (16, 64, 128)
-SMALLEST_BUDGET, LARGEST_BUDGET = 128, 65_536
+SMALLEST_BUDGET, LARGEST_BUDGET = 512, 65_536
 # Another division into slots and threads must be this much faster, in two rounds.
 BETTER_DIVISION = 1.10
 # Twice the budget must be this much faster, or larger ones are not tried.

@@ -165,11 +165,11 @@ class Ledger:
         self.admission.release(rows, tokens)
 
     def _expire(self, request: Request) -> None:
-        waited = self._clock() - request.arrival
         self.close(
             request,
             DeadlineExceeded(
-                f"The deadline passed after {waited:.2f} s with {request.open_rows} texts left. "
+                f"The deadline passed with {request.open_rows} of {len(request.vectors)} texts "
+                "left. "
                 "Send fewer texts at once or allow more time."
             ),
         )

@@ -1,0 +1,56 @@
+"""What is looked at before a request is tokenized, and how long tokenizing may take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from collections.abc import Sequence as Seq
+from time import monotonic
+
+from embedsvc.errors import DeadlineExceeded, InvalidRequest
+from embedsvc.tokenization import Encoded
+
+# Longer texts are refused: far beyond any model, and what has no white space is tokenized whole.
+MAX_TEXT_LENGTH = 1_000_000
+# Tokenizing estimates from here on is bounded by the deadline.
+TIMED_TOKENS = 1_000
+# Estimate used before tokenization.
+CHARACTERS_PER_TOKEN = 4
+
+
+async def before(deadline: float, encoding: Awaitable[Seq[Encoded]], tokens: int) -> Seq[Encoded]:
+    """Wait for the tokenizer until the deadline; few tokens take no time worth a timer.
+
+    Raises:
+        DeadlineExceeded: it passed first.
+    """
+    if tokens < TIMED_TOKENS:
+        return await encoding
+    try:
+        async with asyncio.timeout(max(0.0, deadline - monotonic())):
+            return await encoding
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "The deadline passed while the texts were tokenized. Send less text at once."
+        ) from None
+
+
+def check_sizes(inputs: list[str] | list[list[int]]) -> None:
+    """Refuse texts that are longer than anybody's model.
+
+    Raises:
+        InvalidRequest: one is; the message says which.
+    """
+    for index, one in enumerate(inputs):
+        if len(one) > MAX_TEXT_LENGTH:
+            raise InvalidRequest(
+                f"input[{index}] has {len(one)} characters or ids, at most {MAX_TEXT_LENGTH} are "
+                "read. Split it.",
+                param="input",
+            )
+
+
+def estimate_tokens(inputs: list[str] | list[list[int]], max_length: int) -> int:
+    """Return about how many tokens the inputs will have, each cut to `max_length`."""
+    divisor = CHARACTERS_PER_TOKEN if isinstance(inputs[0], str) else 1
+    return sum(min(max_length, 2 + len(one) // divisor) for one in inputs)
