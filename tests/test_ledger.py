@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from embedsvc.engine.engine import PROMISED_SHARE
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import Overloaded
 from tests.fakes import GateModel, make_policy, make_rig
@@ -25,7 +26,8 @@ async def test_a_request_that_would_end_late_is_refused_with_a_time() -> None:
         rig.engine.admit(1, 10, INTERACTIVE, left_s=queue_s)
     rig.engine.admit(1, 10, INTERACTIVE, left_s=3 * queue_s)
 
-    assert refusal.value.retry_after_s == pytest.approx(max(1.0, queue_s / 2), rel=0.1)
+    late_s = queue_s * (1 - PROMISED_SHARE)
+    assert refusal.value.retry_after_s == pytest.approx(max(1.0, late_s), rel=0.1)
     rig.engine.admission.release(1, 10)
     rig.engine.abandon(held)
     model.open(10)
