@@ -16,7 +16,7 @@ from tests.containers import Container, inspect, run_once, serving
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.container,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.usefixtures("image"),
     pytest.mark.skipif(
         bool(containers.missing_tools()),
