@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGE = os.environ.get("TEST_IMAGE", "localhost/embedsvc-test")
+# A tag of this run alone: two runs on one machine must not remove each other's image.
+IMAGE = os.environ.get("TEST_IMAGE", f"localhost/embedsvc-test-{os.getpid()}")
 STAND_IN = "localhost/embedsvc-test-base:bookworm"
 _PACKAGES = "ca-certificates,python3-pip,python3-venv"
 _PATH = "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"
