@@ -51,16 +51,14 @@ def model_options(command: F) -> F:
     return command
 
 
-def config_argument(*, required: bool = False) -> Callable[[F], F]:
-    """Add the configuration file; where it may be left out, EMBEDSVC_CONFIG can name it."""
-    variable = None if required else "EMBEDSVC_CONFIG"
-    kind = click.Path(dir_okay=False, path_type=Path)
+def config_argument() -> Callable[[F], F]:
+    """Add the configuration file, which EMBEDSVC_CONFIG can name too."""
     return click.argument(
         "config",
-        metavar="CONFIG.toml" if required else "[CONFIG.toml]",
-        type=kind,
-        required=required,
-        envvar=variable,
+        metavar="[CONFIG.toml]",
+        type=click.Path(dir_okay=False, path_type=Path),
+        required=False,
+        envvar="EMBEDSVC_CONFIG",
     )
 
 

@@ -123,27 +123,18 @@ async def test_while_waiting(real_site: Site, real: RealService, place: str) -> 
     assert real.model.rows == 3
 
 
-async def test_when_the_batch_is_chosen(real_site: Site, real: RealService) -> None:
-    """The scheduler has looked for news the last time before it chooses."""
+@pytest.mark.parametrize("place", ["batch choice", "before the forward"])
+async def test_between_the_queue_and_the_device(
+    real_site: Site, real: RealService, place: str
+) -> None:
+    """The scheduler has looked for news the last time, or the device's thread has the batch."""
     gate = Gate()
-    policy = real.deployment.engine.policy
-    policy.next = gate.before(policy.next)  # type: ignore[method-assign]  # held
-    gate.shut()
-    wire = await ask(real_site)
-    await gate.reached()
-    await assert_gone(real, wire)
-    gate.open()
-    other = await ask(real_site)
-
-    assert (await other.reply()).status == 200
-    assert real.model.rows == 1
-
-
-async def test_before_the_forward(real_site: Site, real: RealService) -> None:
-    """The batch is on the device's thread, but the model has not begun."""
-    gate = Gate()
-    buffers = real.deployment.engine._buffers
-    buffers.take = gate.before(buffers.take)  # type: ignore[method-assign]  # held
+    engine = real.deployment.engine
+    if place == "batch choice":
+        engine.policy.next = gate.before(engine.policy.next)  # type: ignore[method-assign]  # held
+    else:
+        buffers = engine._buffers
+        buffers.take = gate.before(buffers.take)  # type: ignore[method-assign]  # held
     gate.shut()
     wire = await ask(real_site)
     await gate.reached()

@@ -293,8 +293,8 @@ class Engine:
             ended = self._clock()
             self._buffers.put(buffer)
             self.device.release()
-            self._observe(batch, ended - started, ok=not failures)
             self._post(self._ledger.settle, batch, started, ended, failures)
+            self._observe(batch, ended - started, ok=not failures)
 
     def _on_out_of_memory(self, rows: int, length: int) -> None:
         self._inbox.put(OutOfMemory(rows, length))
