@@ -271,6 +271,8 @@ def test_other_edges_lose_and_reorder_nothing(requests: list[list[int]], inner: 
 
     policy.set_edges([*sorted(inner), 128])
 
+    waiting = [row for row in queued if row.waiting]
+    assert [row.bucket for row in waiting] == [policy.buckets.index(r.length) for r in waiting]
     batches = drain(policy)
     rest = {id(row) for row in queued} - {id(row) for row in first.sequences}
     assert {id(row) for batch in batches for row in batch.sequences} == rest
