@@ -101,7 +101,7 @@ def check_ids(body: bytes | bytearray, max_tokens: int) -> None:
     """Refuse more token ids than one request may have, before each becomes an object.
 
     For large bodies: 64 MiB of ids hold the event loop for 2 s as objects and for 0.04 s here;
-    texts take 0.04 to 0.1 s to decode (measured, one core of a Zen 4). An approximate look: what
+    texts take 0.04 to 0.1 s to decode (measured, one core of a Xeon). An approximate look: what
     follows the ids counts too, and ids behind an unusual spelling of the key are not seen.
 
     Raises:

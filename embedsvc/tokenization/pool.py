@@ -14,7 +14,7 @@ from embedsvc.tokenization.tokenizer import Tokenizer
 from embedsvc.tokenization.tokens import Encoded
 
 # Tokenized on the event loop: at 0.3 µs a character this holds it for about a millisecond, ten
-# times what a change of threads costs. Measured: all-MiniLM-L6-v2, AMD Zen 4, 20 µs for 50
+# times what a change of threads costs. Measured: all-MiniLM-L6-v2, a Xeon core, 20 µs for 50
 # characters, 260 µs for 1,000.
 INLINE_CHARACTERS = 4_000
 # What a text costs whatever its length.
