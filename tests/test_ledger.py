@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from embedsvc.engine.engine import PROMISED_SHARE
+from embedsvc.engine.engine import PROMISED_LONG_SHARE, PROMISED_SHARE
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import Overloaded
 from tests.fakes import GateModel, make_policy, make_rig
@@ -32,6 +32,25 @@ async def test_a_request_that_would_end_late_is_refused_with_a_time() -> None:
     rig.engine.abandon(held)
     model.open(10)
     await asyncio.wait_for(rig.close(), 10)
+    assert rig.idle
+
+
+async def test_long_deadlines_are_promised_nearly_whole() -> None:
+    """Nobody overtakes a row for longer than the age cap: a burst may fill a minute, not 24 s."""
+    model = GateModel()
+    rig = make_rig(model, policy=make_policy(max_age_s=0.5))
+    held = rig.send([100] * 200)
+    queue_s = rig.engine.queue_s
+    assert queue_s > 1.0
+
+    rig.engine.admit(1, 10, INTERACTIVE, left_s=(queue_s * 1.1 + 0.5) / PROMISED_LONG_SHARE)
+    with pytest.raises(Overloaded):
+        rig.engine.admit(1, 10, INTERACTIVE, left_s=(queue_s * 0.9 + 0.5) / PROMISED_LONG_SHARE)
+
+    rig.engine.admission.release(1, 10)
+    rig.engine.abandon(held)
+    model.open(10)
+    await rig.close()
     assert rig.idle
 
 
