@@ -236,13 +236,15 @@ def sorted_limit_s(lengths: Seq[int], limits: Limits, slots: int, cost: CostMode
     return seconds / slots
 
 
-def poisson(lengths: Iterable[int], rate: float, seed: int = 0) -> Iterator[Arrival]:
+def poisson(
+    lengths: Iterable[int], rate: float, seed: int = 0, timeout_s: float = inf
+) -> Iterator[Arrival]:
     """Yield single texts at exponential intervals, `rate` a second on average."""
     rng = np.random.default_rng(seed)
     at = 0.0
     for length in lengths:
         at += float(rng.exponential(1 / rate))
-        yield Arrival(at, (length,))
+        yield Arrival(at, (length,), timeout_s)
 
 
 def scaled(lengths: Iterable[int], times_s: Seq[float], rate: float) -> Iterator[Arrival]:
