@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from embedsvc.engine.engine import PROMISED_LONG_SHARE, PROMISED_SHARE
+from embedsvc.engine.admission import PROMISED_LONG_SHARE, PROMISED_SHARE
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import Overloaded
 from tests.fakes import GateModel, make_policy, make_rig

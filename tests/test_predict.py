@@ -69,7 +69,7 @@ def test_overload_is_refused_and_the_rest_kept() -> None:
     assert point.texts_per_s > 0.85 * most
 
 
-def test_refusal_is_the_engines_rule() -> None:
+def test_refusal_is_the_rule_of_the_engine() -> None:
     """A second a text and ten seconds each: as many as fit into the promised four are taken."""
     cost = CostModel(0, 1.0, 0, 0)
     plan = Plan((8,), Limits(8, 8, 1), slots=1)

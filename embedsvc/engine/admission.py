@@ -12,6 +12,25 @@ from embedsvc.errors import Overloaded
 # The share of each bound that bulk requests may hold, so that an upload never fills the queue.
 BULK_SHARE = 0.75
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+# A request is admitted while its predicted end is within this share of the time it has: later
+# arrivals may overtake it, and predictions err. At four times the sustainable rate of mixed lengths
+# 0.5 loses 0.4 % of the admitted to their deadline when simulated and 1.2 % when served; 0.7 loses
+# 10 % and 1.0 25 % when simulated.
+PROMISED_SHARE = 0.4
+# Rows older than the age cap go oldest first, so a long time is shortened by the cap and by what
+# predictions err: simulated with batches a fifth slower than predicted, none of the admitted is
+# lost with 0.8 and 1.3 % with 0.9.
+PROMISED_LONG_SHARE = 0.8
+
+
+def promised_s(left_s: float, max_age_s: float) -> float:
+    """Return by when a request must be predicted to end to be admitted, in seconds.
+
+    Args:
+        left_s: seconds until its deadline.
+        max_age_s: wait after which rows go oldest first.
+    """
+    return max(PROMISED_SHARE * left_s, PROMISED_LONG_SHARE * left_s - max_age_s)
 
 
 class Admission:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal
 
-from embedsvc.engine.admission import Admission, Bookings
+from embedsvc.engine.admission import Admission, Bookings, promised_s
 from embedsvc.engine.device import Device
 from embedsvc.engine.execution import Failures, run_batch
 from embedsvc.engine.ledger import Ledger
@@ -38,15 +38,6 @@ log = logging.getLogger(__name__)
 
 # How long the scheduler thread waits for a slot before it looks into its inbox again.
 SLOT_WAIT_S = 1.0
-# A request is admitted while its predicted end is within this share of the time it has: later
-# arrivals may overtake it, and predictions err. At four times the sustainable rate of mixed lengths
-# 0.5 loses 0.4 % of the admitted to their deadline when simulated and 1.2 % when served; 0.7 loses
-# 10 % and 1.0 25 % when simulated.
-PROMISED_SHARE = 0.4
-# Rows older than the age cap go oldest first, so a long time is shortened by the cap and by what
-# predictions err: simulated with batches a fifth slower than predicted, none of the admitted is
-# lost with 0.8 and 1.3 % with 0.9.
-PROMISED_LONG_SHARE = 0.8
 
 State = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
@@ -158,7 +149,7 @@ class Engine:
         own_slot_s = rows * self.price(-(-tokens // rows))
         own_s = self._seconds(own_slot_s)
         finish_s = self._seconds(self._ledger.finish_s(own_slot_s, priority))
-        late_s = finish_s - self._promised_s(left_s)
+        late_s = finish_s - promised_s(left_s, self.policy.limits.max_age_s)
         try:
             if late_s > 0 and finish_s > own_s:
                 raise Overloaded(
@@ -169,11 +160,6 @@ class Engine:
         except Overloaded as refusal:
             refusal.retry_after_s = self._bookings.book(max(late_s, own_s), own_s)
             raise
-
-    def _promised_s(self, left_s: float) -> float:
-        """Return by when a request must be predicted to end that has `left_s` seconds."""
-        aged_s = PROMISED_LONG_SHARE * left_s - self.policy.limits.max_age_s
-        return max(PROMISED_SHARE * left_s, aged_s)
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""

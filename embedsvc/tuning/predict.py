@@ -15,9 +15,9 @@ from math import inf
 import numpy as np
 from msgspec import Struct
 
+from embedsvc.engine.admission import promised_s
 from embedsvc.engine.buckets import Limits
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.engine import PROMISED_SHARE
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Sequence
 from embedsvc.tuning.histogram import Counts
@@ -168,9 +168,9 @@ def draw(lengths: Counts, n: int, seed: int = 0) -> list[int]:
 class Admitting:
     """The policy behind the bound that a live engine sets: refuse what would come too late.
 
-    As the engine does for interactive requests, a text is refused where the predicted work before
-    it takes more than `PROMISED_SHARE` of its time. Bounds on the length of the queue and clients
-    that come back are not simulated.
+    As the engine does for interactive requests, a text is refused where the predicted work up to
+    its end takes more than `admission.promised_s` of its time. Bounds on the length of the queue
+    and clients that come back are not simulated.
 
     Args:
         plan: how texts are batched.
@@ -185,7 +185,7 @@ class Admitting:
         self.n_rejected = 0
         self._policy = Policy(plan.edges, cost, plan.limits)
         self._price = self._policy.buckets.price
-        self._bound_s = PROMISED_SHARE * timeout_s * plan.slots
+        self._bound_s = plan.slots * promised_s(timeout_s, plan.limits.max_age_s)
         self._pending_s = 0.0
         # Rows not yet settled; all have the same time, so the first has the nearest deadline.
         self._open: dict[Sequence, float] = {}
