@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,10 +18,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper edges in tokens of the fixed length classes; the last class is open.
 LENGTH_CLASSES = (32, 128, 512, 2048)
 LENGTH_CLASS_NAMES = ("le_32", "le_128", "le_512", "le_2048", "gt_2048")
+# Upper edges in tokens of the fixed classes of a batch's padded width, finer; the last is open.
+WIDTH_CLASSES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+WIDTH_CLASS_NAMES = (*(f"le_{edge}" for edge in WIDTH_CLASSES), "gt_2048")
 VERSION_LABELS = ("model", "version")
 LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
 )  # fmt: skip
+ERROR_BUCKETS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1, 2, 5)
 ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -97,8 +102,9 @@ class _VersionFamilies:
         self._add_counters()
         self._add_histograms()
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"embedsvc_{name}", text, VERSION_LABELS, registry=self._registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        names = (*VERSION_LABELS, *labels)
+        return Gauge(f"embedsvc_{name}", text, names, registry=self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         names = (*VERSION_LABELS, *labels)
@@ -124,6 +130,11 @@ class _VersionFamilies:
             "batch_memory_share",
             "Least share of a full batch that the device's memory allows now; 1 is all.",
         )
+        self.cost_correction = self._gauge(
+            "cost_correction",
+            "Measured over predicted time of recent batches, by padded width.",
+            "width", "quantile",
+        )  # fmt: skip
 
     def _add_counters(self) -> None:
         self.busy_seconds = self._counter(
@@ -143,6 +154,11 @@ class _VersionFamilies:
             "queue_wait_seconds", "Time from the queue to the device, by length.", "length"
         )
         self.inference = self._histogram("inference_seconds", "Time of a batch on the device.")
+        self.cost_error = self._histogram(
+            "cost_error_ratio",
+            "Distance of a batch's measured time from the corrected prediction, as a share of it.",
+            buckets=ERROR_BUCKETS,
+        )
 
 
 class VersionMetrics:
@@ -161,6 +177,7 @@ class VersionMetrics:
         self.edge_switches = families.edge_switches.labels(model, version)
         self.tokenize = families.tokenize.labels(model, version)
         self.inference = families.inference.labels(model, version)
+        self.cost_error = families.cost_error.labels(model, version)
         self.queue = {
             name: families.queue.labels(model, version, name) for name in LENGTH_CLASS_NAMES
         }
@@ -174,8 +191,13 @@ class VersionMetrics:
         oldest: Callable[[], float],
         slots_busy: Callable[[], float],
         memory_share: Callable[[], float],
+        p50: Sequence[float],
+        p95: Sequence[float],
     ) -> None:
-        """Read the queue's state from functions at every scrape."""
+        """Read the queue's state from functions at every scrape.
+
+        `p50` and `p95` are read too, by width class: their owner writes to them in place.
+        """
         f = self._families
         f.queue_sequences.labels(*self._labels).set_function(sequences)
         f.queue_tokens.labels(*self._labels).set_function(tokens)
@@ -183,3 +205,7 @@ class VersionMetrics:
         f.queue_oldest.labels(*self._labels).set_function(oldest)
         f.slots_busy.labels(*self._labels).set_function(slots_busy)
         f.memory_share.labels(*self._labels).set_function(memory_share)
+        for quantile, by_class in (("0.5", p50), ("0.95", p95)):
+            for k, name in enumerate(WIDTH_CLASS_NAMES):
+                gauge = f.cost_correction.labels(*self._labels, name, quantile)
+                gauge.set_function(partial(by_class.__getitem__, k))

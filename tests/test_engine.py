@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
-from embedsvc.engine.engine import Arrivals
+from embedsvc.engine.messages import Arrivals
 from embedsvc.engine.sequence import Priority, Request
 from embedsvc.errors import DeadlineExceeded, InferenceFailed, InternalError, NotReady, Overloaded
 from tests.fakes import (

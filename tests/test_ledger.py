@@ -8,9 +8,10 @@ import itertools
 import pytest
 
 from embedsvc.engine.admission import PROMISED_LONG_SHARE, PROMISED_SHARE
+from embedsvc.engine.correction import WINDOW
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import Overloaded
-from tests.fakes import GateModel, make_policy, make_rig
+from tests.fakes import EngineRig, GateModel, make_policy, make_rig
 
 INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
 
@@ -82,15 +83,66 @@ async def test_an_idle_engine_admits_whatever_the_deadline() -> None:
     await rig.close()
 
 
-async def test_predictions_follow_the_pace_of_the_device() -> None:
-    """A device that turns slow makes later predictions longer, within a bound."""
+async def slow_engine() -> EngineRig:
+    """Return an engine whose batches of texts of 100 tokens took far longer than predicted."""
     ticks = itertools.count()
     rig = make_rig(clock=lambda: float(next(ticks)))
-    before = rig.engine.own_s(1, 100)
-    for _ in range(100):
+    for _ in range(30):
         assert await rig.send([100], timeout_s=1e6).settled is None
+    return rig
 
-    after = rig.engine.own_s(1, 100)
 
-    assert 2 * before < after <= 4 * before
+async def test_predictions_follow_the_device_by_length() -> None:
+    """A device that turns slow for some length makes predictions of that length longer."""
+    fresh, rig = make_rig(), await slow_engine()
+
+    slower, same = (rig.engine.own_s(1, n) / fresh.engine.own_s(1, n) for n in (100, 10))
+
+    # A batch took one tick of the clock, a second.
+    assert slower == pytest.approx(1 / make_policy().cost(1, 104), rel=1e-6)
+    assert same == 1
+    await asyncio.gather(rig.close(), fresh.close())
+
+
+async def test_what_waits_already_is_priced_as_batches_are_now() -> None:
+    """The predicted end of a queue follows the time of batches, for rows taken in before too."""
+    model = GateModel()
+    rig = make_rig(model)
+    held = rig.send([100] * 50)
+    correction, before_s = rig.engine._ledger.correction, rig.engine.queue_s
+    for _ in range(WINDOW):
+        correction.observe(104, 3.0)
+
+    assert rig.engine.queue_s == pytest.approx(3 * before_s)
+    rig.engine.abandon(held)
+    model.open(100)
+    await rig.close()
+    assert rig.idle
+
+
+async def test_the_scheduler_hears_of_slow_batches() -> None:
+    """The policy expects long batches after it was told, and was told through its inbox."""
+    rig = await slow_engine()
+
+    assert await rig.send([100], timeout_s=1e6).settled is None
+
+    assert rig.engine.policy._p95 == tuple(rig.engine._ledger.correction.p95)
+    assert rig.value("embedsvc_cost_correction", width="le_128", quantile="0.95") > 10
+    assert rig.value("embedsvc_cost_error_ratio_count") == 31
+    await rig.close()
+
+
+async def test_rows_that_left_on_the_way_teach_nothing() -> None:
+    """A batch that lost rows to a vanished client says nothing of its cost."""
+    model = GateModel()
+    rig = make_rig(model)
+    held, gone = rig.send([10]), rig.send([10])
+    assert await model.wait_entered() == 2
+    rig.engine.abandon(gone)
+
+    model.open(10)
+    assert await held.settled is None
+    assert await rig.send([10]).settled is None
+
+    assert rig.value("embedsvc_cost_error_ratio_count") == 1
     await rig.close()

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedsvc.engine.buckets import first_edges, half_powers_of_two, padded_width
+from embedsvc.engine.correction import Corrected
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Priority, Sequence
+from embedsvc.metrics import WIDTH_CLASS_NAMES
 from tests.fakes import make_policy, make_request
 
 lengths_of_request = st.lists(st.integers(1, 128), min_size=1, max_size=20)
@@ -149,6 +151,25 @@ def test_an_urgent_row_leads() -> None:
 
     assert isinstance(batch, Batch)
     assert batch.sequences == urgent
+
+
+def test_a_row_is_urgent_earlier_where_batches_take_longer() -> None:
+    """What counts as near follows the 95th percentile of batch times."""
+    policy = make_policy(max_batch_size=1, cost=CostModel(0.1, 0, 0, 0))
+    queue(policy, [8], [8])
+    _, later = make_request([100], deadline=0.5)
+    policy.add(later, 0.0)
+    assert next_rows(policy) != later
+
+    policy.correct(Corrected((3.0,) * len(WIDTH_CLASS_NAMES)))
+
+    assert next_rows(policy) == later
+
+
+def next_rows(policy: Policy) -> list[Sequence]:
+    batch = policy.next(0.0, 1)
+    assert isinstance(batch, Batch)
+    return batch.sequences
 
 
 def test_a_query_does_not_wait_for_an_upload() -> None:

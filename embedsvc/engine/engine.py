@@ -12,16 +12,17 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal
 
 from embedsvc.engine.admission import Admission, Bookings, promised_s
+from embedsvc.engine.correction import Corrected
 from embedsvc.engine.device import Device
 from embedsvc.engine.execution import Failures, run_batch
 from embedsvc.engine.ledger import Ledger
+from embedsvc.engine.messages import Arrivals, Edges, Message, OutOfMemory
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 from embedsvc.errors import (
@@ -40,32 +41,6 @@ log = logging.getLogger(__name__)
 SLOT_WAIT_S = 1.0
 
 State = Literal["starting", "ready", "stopping", "stopped", "failed"]
-
-
-@dataclass(slots=True, frozen=True)
-class OutOfMemory:
-    """A batch that did not fit on the device."""
-
-    rows: int
-    length: int
-
-
-@dataclass(slots=True, frozen=True)
-class Edges:
-    """Bucket edges to use from now on."""
-
-    edges: tuple[int, ...]
-
-
-@dataclass(slots=True, frozen=True)
-class Arrivals:
-    """Rows of new requests, request by request."""
-
-    requests: list[list[Sequence]]
-
-
-# A request by itself is one whose rows must leave; None is the order to stop.
-Message = Arrivals | Request | OutOfMemory | Edges | None
 
 
 class Engine:
@@ -94,7 +69,10 @@ class Engine:
         self._bookings = Bookings(clock)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._arrived: list[list[Sequence]] = []
-        self._ledger = Ledger(admission, metrics, self.price, clock, self._inbox.put)
+        # The policy has other buckets after a switch of edges.
+        self._ledger = Ledger(
+            admission, metrics, lambda length: policy.buckets.price(length), clock, self._inbox.put
+        )
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         metrics.gauges_from(
             sequences=lambda: admission.sequences,
@@ -103,6 +81,8 @@ class Engine:
             oldest=self._ledger.oldest_s,
             slots_busy=lambda: device.busy,
             memory_share=lambda: policy.buckets.memory_share,
+            p50=self._ledger.correction.p50,
+            p95=self._ledger.correction.p95,
         )
 
     # --- event loop ------------------------------------------------------------------------------
@@ -116,15 +96,7 @@ class Engine:
     @property
     def queue_s(self) -> float:
         """Predicted seconds until everything submitted now is done."""
-        return self._seconds(sum(self._ledger.pending_s.values()))
-
-    def _seconds(self, slot_s: float) -> float:
-        """Return predicted slot seconds as seconds at the pace of recent batches."""
-        return slot_s * self._ledger.pace / self.device.slots
-
-    def price(self, length: int) -> float:
-        """Return the predicted slot seconds of a row, its share of a full batch included."""
-        return self.policy.buckets.price(length)
+        return sum(map(self._ledger.pending_s, Priority)) / self.device.slots
 
     def set_edges(self, edges: Seq[int]) -> None:
         """Use other bucket edges from the next batch on."""
@@ -132,7 +104,7 @@ class Engine:
 
     def own_s(self, rows: int, tokens: int) -> float:
         """Return the predicted seconds of a request on the idle device."""
-        return self._seconds(rows * self.price(-(-tokens // rows)))
+        return self._ledger.slot_s(rows, tokens) / self.device.slots
 
     def admit(self, rows: int, tokens: int, priority: Priority, left_s: float) -> None:
         """Reserve room for a request that is predicted to be done in time, all or nothing.
@@ -146,9 +118,8 @@ class Engine:
         Raises:
             Overloaded: a bound would be passed or the deadline would probably be missed.
         """
-        own_slot_s = rows * self.price(-(-tokens // rows))
-        own_s = self._seconds(own_slot_s)
-        finish_s = self._seconds(self._ledger.finish_s(own_slot_s, priority))
+        own_s = self.own_s(rows, tokens)
+        finish_s = self._ledger.finish_s(rows, tokens, priority) / self.device.slots
         late_s = finish_s - promised_s(left_s, self.policy.limits.max_age_s)
         try:
             if late_s > 0 and finish_s > own_s:
@@ -265,6 +236,8 @@ class Engine:
             self.policy.shrink(message.rows, message.length)
         elif isinstance(message, Edges):
             self.policy.set_edges(message.edges)
+        elif isinstance(message, Corrected):
+            self.policy.correct(message)
         else:
             now = self._clock()
             for sequences in message.requests:

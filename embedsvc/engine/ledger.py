@@ -11,14 +11,11 @@ from collections.abc import Callable
 from math import inf
 
 from embedsvc.engine.admission import Admission
+from embedsvc.engine.correction import Corrected, Correction, width_class
 from embedsvc.engine.execution import Failures
 from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
 from embedsvc.errors import ClientGone, DeadlineExceeded, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
-
-PACE_MEMORY = 0.02
-# One batch that was held up by something else does not decide what is admitted.
-MAX_PACE = 4.0
 
 
 class Ledger:
@@ -29,7 +26,8 @@ class Ledger:
         metrics: counts how texts end.
         price: predicted slot seconds of a row of some tokens, its share of a batch included.
         clock: monotonic seconds.
-        on_dropped: told each request that ended with an error, so that its rows leave the queue.
+        tell: told each request that ended with an error, so that its rows leave the queue, and when
+            batches take longer or less long than they did.
     """
 
     def __init__(
@@ -38,17 +36,17 @@ class Ledger:
         metrics: VersionMetrics,
         price: Callable[[int], float],
         clock: Callable[[], float],
-        on_dropped: Callable[[Request], None],
+        tell: Callable[[Request | Corrected], None],
     ) -> None:
         self.admission = admission
-        self.pending_s = dict.fromkeys(Priority, 0.0)
-        # Measured over predicted time of recent batches: half of it is from the last 35.
-        self.pace = 1.0
+        self.correction = Correction()
+        # Predicted slot seconds of the open rows by width class, not corrected.
+        self._pending = {priority: [0.0] * len(self.correction.p50) for priority in Priority}
         self._n_open = dict.fromkeys(Priority, 0)
         self._metrics = metrics
         self._price = price
         self._clock = clock
-        self._on_dropped = on_dropped
+        self._tell = tell
         self._open: dict[Request, None] = {}
         self._emptied = asyncio.Event()
 
@@ -61,8 +59,10 @@ class Ledger:
         self._open[request] = None
         request.open_rows = len(sequences)
         request.open_tokens = sum(s.length for s in sequences)
+        request.open_s = sum(self._price(s.length) for s in sequences)
+        request.width_class = width_class(-(-request.open_tokens // request.open_rows))
         self._n_open[request.priority] += 1
-        self.pending_s[request.priority] += sum(self._price(s.length) for s in sequences)
+        self._pending[request.priority][request.width_class] += request.open_s
         left = max(0.0, request.deadline - self._clock())
         request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
 
@@ -81,9 +81,10 @@ class Ledger:
             ended: when it came back.
             failures: the answer to the request of each guilty row.
         """
-        if not failures and batch.predicted_s > 0:
-            pace = min(MAX_PACE, (ended - started) / batch.predicted_s)
-            self.pace += PACE_MEMORY * (pace - self.pace)
+        # Rows that left on the way make a batch shorter than it was priced.
+        complete = not failures and not any(s.request.abandoned for s in batch.sequences)
+        if complete and batch.predicted_s > 0:
+            self._learn(batch.length, (ended - started) / batch.predicted_s)
         for sequence, error in failures.items():
             self.close(sequence.request, error)
         for sequence in batch.sequences:
@@ -101,14 +102,14 @@ class Ledger:
         self._metrics.texts[_outcome(error)].inc(len(request.vectors))
         if error is not None:
             request.abandoned = True
-            self._on_dropped(request)
-            mean_length = request.open_tokens // max(1, request.open_rows)
-            seconds = request.open_rows * self._price(mean_length)
-            self._release(request, request.open_rows, request.open_tokens, seconds)
+            self._tell(request)
+            self._release(request, request.open_rows, request.open_tokens)
         if not request.settled.done():
             request.settled.set_result(error)
         if not self._open:
-            self.pending_s = dict.fromkeys(Priority, 0.0)
+            # What rounding left.
+            for by_class in self._pending.values():
+                by_class[:] = [0.0] * len(by_class)
             self._emptied.set()
 
     def close_all(self, error: RequestError) -> None:
@@ -127,19 +128,30 @@ class Ledger:
             return False
         return True
 
-    def finish_s(self, own_s: float, priority: Priority) -> float:
-        """Return the slot seconds until a new request would be done, before correction by pace.
+    def pending_s(self, priority: Priority) -> float:
+        """Return the slot seconds that the open rows of a priority will take, as batches do now."""
+        by_class = zip(self._pending[priority], self.correction.p50, strict=True)
+        return sum(seconds * p50 for seconds, p50 in by_class)
+
+    def slot_s(self, rows: int, tokens: int) -> float:
+        """Return the slot seconds that a request would take, as batches do now."""
+        mean_length = -(-tokens // rows)
+        return rows * self._price(mean_length) * self.correction.factor(mean_length)
+
+    def finish_s(self, rows: int, tokens: int, priority: Priority) -> float:
+        """Return the slot seconds until a new request would be done.
 
         Bulk work waits for everything. Interactive work shares the device with the open bulk
         requests by weight, so they take no more than their share before it is done.
         """
         interactive, bulk = Priority.INTERACTIVE, Priority.BULK
+        pending_bulk_s = self.pending_s(bulk)
+        ahead_s = self.slot_s(rows, tokens) + self.pending_s(interactive)
         if priority is bulk:
-            return own_s + sum(self.pending_s.values())
-        ahead_s = own_s + self.pending_s[interactive]
+            return ahead_s + pending_bulk_s
         weight = float(interactive) * (self._n_open[interactive] + 1)
         bulk_share_s = ahead_s * float(bulk) * self._n_open[bulk] / weight
-        return ahead_s + min(self.pending_s[bulk], bulk_share_s)
+        return ahead_s + min(pending_bulk_s, bulk_share_s)
 
     def oldest_s(self) -> float:
         """Return the age of the oldest request of which no row has been on the device."""
@@ -149,7 +161,7 @@ class Ledger:
         return 0.0
 
     def _book(self, request: Request, sequence: Sequence, started: float, ended: float) -> None:
-        self._release(request, 1, sequence.length, self._price(sequence.length))
+        self._release(request, 1, sequence.length)
         wait = self._metrics.queue[length_class(sequence.length)]
         wait.observe(started - request.arrival)
         request.first_start = min(request.first_start, started)
@@ -157,11 +169,25 @@ class Ledger:
             request.last_end = ended
             self.close(request, None)
 
-    def _release(self, request: Request, rows: int, tokens: int, seconds: float) -> None:
+    def _learn(self, width: int, ratio: float) -> None:
+        """Compare a batch with its prediction, then let it correct the next ones.
+
+        Source: each prediction is judged by what it was made without: A. P. Dawid, "The prequential
+        approach", Journal of the Royal Statistical Society A 147, 1984.
+        """
+        self._metrics.cost_error.observe(abs(ratio / self.correction.factor(width) - 1))
+        news = self.correction.observe(width, ratio)
+        if news is not None:
+            self._tell(news)
+
+    def _release(self, request: Request, rows: int, tokens: int) -> None:
+        # By tokens, so that the last row takes whatever is left.
+        seconds = request.open_s * tokens / request.open_tokens
+        request.open_s -= seconds
         request.open_rows -= rows
         request.open_tokens -= tokens
-        pending = self.pending_s[request.priority]
-        self.pending_s[request.priority] = max(0.0, pending - seconds)
+        pending = self._pending[request.priority]
+        pending[request.width_class] = max(0.0, pending[request.width_class] - seconds)
         self.admission.release(rows, tokens)
 
     def _expire(self, request: Request) -> None:

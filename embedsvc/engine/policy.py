@@ -19,14 +19,13 @@ from collections.abc import Sequence as Seq
 from math import inf
 
 from embedsvc.engine.buckets import Buckets, Limits, padded_width
+from embedsvc.engine.correction import Corrected, Correction, width_class
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.sequence import Batch, Request, Sequence
 from embedsvc.engine.waiting import Waiting
 
 # A queue head is urgent when its deadline is nearer than this many predicted batches.
 URGENT_BATCHES = 2.0
-# 95th percentile of measured over predicted batch time, until it is learned online.
-P95_FACTOR = 1.25
 
 
 class Policy:
@@ -36,6 +35,7 @@ class Policy:
         self.buckets = Buckets(edges, cost, limits)
         self.cost = cost
         self.limits = limits
+        self._p95: Seq[float] = Correction().p95
         self._waiting = Waiting(edges)
         self._virtual_time = 0.0
         self._arrival_gap_s = inf
@@ -65,6 +65,10 @@ class Policy:
     def shrink(self, rows: int, length: int) -> None:
         """Allow half of `rows` in batches at least `length` wide; grows back with full batches."""
         self.buckets.shrink(rows, length)
+
+    def correct(self, corrected: Corrected) -> None:
+        """Expect batches to take longer than predicted by other factors from now on."""
+        self._p95 = corrected.p95
 
     def set_edges(self, edges: Seq[int]) -> None:
         """Use other bucket edges from now on; no waiting row loses its place."""
@@ -114,7 +118,8 @@ class Policy:
         urgent = self._waiting.nearest_deadline()
         if urgent is not None:
             rows, row_s = self.buckets.rows[urgent.bucket], self.buckets.row_s[urgent.bucket]
-            batch_s = P95_FACTOR * (self.cost.c0 + rows * row_s)
+            p95 = self._p95[width_class(self.buckets.edges[urgent.bucket])]
+            batch_s = p95 * (self.cost.c0 + rows * row_s)
             if now + URGENT_BATCHES * batch_s >= urgent.request.deadline:
                 return urgent
         return self._waiting.least_tag()

@@ -34,6 +34,8 @@ class Request:
             error.
         open_rows: rows not yet settled; written by the event loop.
         open_tokens: tokens of those rows; written by the event loop.
+        open_s: predicted slot seconds of those rows, not corrected; written by the event loop.
+        width_class: class of its mean length, whose correction applies; written by the event loop.
         abandoned: set once by the event loop; a stale read elsewhere costs one computed row.
         timer: fires at the deadline; event loop.
         first_start: when its first row went to the device; event loop.
@@ -48,6 +50,8 @@ class Request:
     settled: asyncio.Future[RequestError | None]
     open_rows: int = 0
     open_tokens: int = 0
+    open_s: float = 0.0
+    width_class: int = 0
     abandoned: bool = False
     timer: asyncio.TimerHandle | None = None
     first_start: float = inf
