@@ -1,4 +1,4 @@
-"""When calls leave in an open loop: offsets in seconds, fixed before the run.
+"""When calls leave in an open loop: independently, or in the rhythm of a recorded service.
 
 Pure: knows nothing of clocks, sockets or servers.
 """
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
+from embedsvc.bench.open_loop import Offsets, poisson
 from loadtest.workload import DATA
 
-# `(n,) float64`, ascending, from 0 up to the length of the run.
-Offsets = npt.NDArray[np.float64]
 Kind = Literal["poisson", "conv", "code"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -35,12 +33,6 @@ def arrivals(kind: Kind, rate: float, seconds: float, seed: int = 0) -> Offsets:
         return poisson(rate, seconds, rng)
     times = trace_times(DATA / "traces" / f"azure_{kind}_2023.csv")
     return scaled(np.diff(times), rate, seconds, rng)
-
-
-def poisson(rate: float, seconds: float, rng: np.random.Generator) -> Offsets:
-    """Return independent arrivals: given their number, they are uniform over the run."""
-    times: Offsets = np.sort(rng.uniform(0, seconds, rng.poisson(rate * seconds)))
-    return times
 
 
 def scaled(gaps: Offsets, rate: float, seconds: float, rng: np.random.Generator) -> Offsets:

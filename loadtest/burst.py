@@ -9,12 +9,11 @@ import argparse
 
 import numpy as np
 
+from embedsvc.bench.open_loop import calls_for, run_open
+from embedsvc.bench.outcome import OK
 from embedsvc.bench.serving import served
 from loadtest import workload
-from loadtest.client import run_open
-from loadtest.open import calls_for
-from loadtest.outcome import OK
-from loadtest.target import DIM, Bars, arguments, model_of, raise_open_files
+from loadtest.target import DIM, Bars, arguments, raise_open_files
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
         raise_open_files()
         outcome = run_open(
             server.address,
-            calls_for(*server.address, model_of(server), texts),
+            calls_for(*server.address, server.model, texts),
             np.zeros(args.calls),
             dim=DIM,
             n_connections=args.calls,

@@ -14,15 +14,11 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from embedsvc.bench.open_loop import MAX_LAG_MS, N_CONNECTIONS, calls_for, run_open
+from embedsvc.bench.outcome import Outcome, percentiles_ms
 from loadtest import workload
-from loadtest.arrivals import KINDS, Offsets, arrivals
+from loadtest.arrivals import KINDS, arrivals
 from loadtest.closed import ClosedLoop
-from loadtest.open import Call, OpenLoop, calls_for
-from loadtest.outcome import Outcome, percentiles_ms
-
-# A client that leaves later than this measures itself.
-MAX_LAG_MS = 50.0
-N_CONNECTIONS = 4_096
 
 
 def run_closed(
@@ -41,20 +37,6 @@ def run_closed(
     calls = calls_for(*address, model, texts, texts_per_call, headers)
     loop = ClosedLoop(calls, dim, n_warmup, len(calls) if n_measured is None else n_measured)
     return uvloop.run(loop.run(*address, n_clients))
-
-
-def run_open(
-    address: tuple[str, int],
-    calls: list[Call],
-    offsets: Offsets,
-    *,
-    dim: int,
-    n_connections: int = N_CONNECTIONS,
-    give_up_s: float = 60.0,
-) -> Outcome:
-    """Measure an open loop from a thread without an event loop."""
-    loop = OpenLoop(address, calls, dim=dim, n_connections=n_connections, give_up_s=give_up_s)
-    return uvloop.run(loop.run(offsets))
 
 
 def fell_behind(outcome: Outcome) -> bool:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from embedsvc.bench.connection import Connection, ReplyError
-from loadtest.open import Call
-from loadtest.outcome import LOST, MALFORMED, OK, Outcome, Result, ending_of
+from embedsvc.bench.open_loop import Call
+from embedsvc.bench.outcome import LOST, MALFORMED, OK, Outcome, Result, ending_of
 
 # A refused client that comes back at once would measure nothing but refusals.
 REFUSED_PAUSE_S = 0.1

@@ -18,18 +18,9 @@ from time import perf_counter
 import uvloop
 
 from embedsvc.bench.connection import Connection, embeddings_body, post, read_reply
+from embedsvc.bench.scrape import Address, info, scrape, seconds_to_idle
 from embedsvc.bench.serving import served
-from loadtest.target import (
-    DIM,
-    Address,
-    Bars,
-    arguments,
-    info,
-    model_of,
-    raise_open_files,
-    scrape,
-    seconds_to_idle,
-)
+from loadtest.target import DIM, Bars, arguments, raise_open_files
 
 # Every ghost sends the same text, so that computed tokens tell how many rows were computed.
 TEXT = "Where can I see which of my orders have been sent and which are still being packed? " * 3
@@ -51,7 +42,7 @@ def main() -> None:
     args, flags = arguments(parser)
     with served(*flags) as server:
         raise_open_files()
-        request = post(*server.address, "/v1/embeddings", embeddings_body(model_of(server), [TEXT]))
+        request = post(*server.address, "/v1/embeddings", embeddings_body(server.model, [TEXT]))
         uvloop.run(haunt(server.address, request, args.ghosts, args.seed))
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import uvloop
 
 from embedsvc.bench.connection import Connection, get
+from embedsvc.bench.open_loop import Call, OpenLoop, calls_for
+from embedsvc.bench.outcome import Outcome, percentiles_ms
+from embedsvc.bench.scrape import Address
 from embedsvc.bench.serving import served
 from loadtest import workload
 from loadtest.arrivals import arrivals
-from loadtest.open import Call, OpenLoop, calls_for
-from loadtest.outcome import Outcome, percentiles_ms
-from loadtest.target import DIM, Address, Bars, arguments, model_of, raise_open_files
+from loadtest.target import DIM, Bars, arguments, raise_open_files
 
 # Connections that are being opened at once.
 WAVE = 200
@@ -37,7 +38,7 @@ def main() -> None:
     # First the server, so that it has to see to its own limit of open files.
     with served(*flags) as server:
         raise_open_files()
-        calls = calls_for(*server.address, model_of(server), workload.mixed())
+        calls = calls_for(*server.address, server.model, workload.mixed())
         uvloop.run(compare(server.address, calls, args))
 
 

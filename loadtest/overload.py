@@ -18,13 +18,14 @@ from pathlib import Path
 
 import uvloop
 
+from embedsvc.bench.open_loop import MAX_LAG_MS, calls_for, run_open
+from embedsvc.bench.outcome import OK, REJECTED, TIMED_OUT, Outcome, percentiles_ms
+from embedsvc.bench.scrape import scrape
 from embedsvc.bench.serving import Server, ServerError, served
 from loadtest import workload
 from loadtest.arrivals import arrivals
-from loadtest.client import MAX_LAG_MS, run_closed, run_open
-from loadtest.open import calls_for
-from loadtest.outcome import OK, REJECTED, TIMED_OUT, Outcome, percentiles_ms
-from loadtest.target import DIM, Bars, arguments, model_of, scrape
+from loadtest.client import run_closed
+from loadtest.target import DIM, Bars, arguments
 
 FACTOR = 4
 TIMEOUT_S = 1.0
@@ -52,7 +53,7 @@ def main() -> None:
         with logged_to(path), path.open("a") as log, served(*flags, log=log) as server:
             peak = run_closed(
                 server.address,
-                model_of(server),
+                server.model,
                 texts,
                 dim=DIM,
                 n_clients=args.clients,
@@ -81,7 +82,7 @@ def logged_to(path: Path) -> Iterator[None]:
 def overload(server: Server, texts: list[str], rate: float, seconds: float) -> Outcome:
     """Send calls with a deadline at a rate; return `IDLE_AFTER_S` after the last has left."""
     headers = {"x-request-timeout": f"{TIMEOUT_S:g}"}
-    calls = calls_for(*server.address, model_of(server), texts, headers=headers)
+    calls = calls_for(*server.address, server.model, texts, headers=headers)
     offsets = arrivals("poisson", rate, seconds)
     idle_at = time.perf_counter() + seconds + IDLE_AFTER_S
     outcome = run_open(server.address, calls, offsets, dim=DIM, give_up_s=GIVE_UP_S)

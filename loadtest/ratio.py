@@ -13,10 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from embedsvc.bench.outcome import Outcome
 from embedsvc.bench.serving import served
 from loadtest import workload
 from loadtest.client import run_closed
-from loadtest.outcome import Outcome
 
 BAR = 0.78
 
@@ -50,9 +50,7 @@ def main() -> None:
 def served_rate(texts: list[str], flags: list[str], *, n_clients: int, dim: int) -> Outcome:
     """Serve, warm up, measure one pass over the texts, stop."""
     with served(*flags) as server:
-        outcome = run_closed(
-            server.address, _model(server.banner), texts, dim=dim, n_clients=n_clients
-        )
+        outcome = run_closed(server.address, server.model, texts, dim=dim, n_clients=n_clients)
     if outcome.errors:
         sys.exit(f"served with errors: {dict(outcome.errors)}")
     return outcome
@@ -69,11 +67,6 @@ def offline_rate(texts: list[str], flags: list[str]) -> dict[str, float]:
         )
     result: dict[str, float] = json.loads(done.stdout)
     return result
-
-
-def _model(banner: str) -> str:
-    """Return the served model's name from what the server printed."""
-    return banner.partition('"model": "')[2].partition('"')[0]
 
 
 if __name__ == "__main__":

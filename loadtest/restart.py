@@ -20,11 +20,12 @@ from time import perf_counter
 import uvloop
 
 from embedsvc.bench.connection import Answer, Connection
+from embedsvc.bench.open_loop import Call, calls_for
+from embedsvc.bench.outcome import OK, ending_of, percentiles_ms
+from embedsvc.bench.scrape import Address
 from embedsvc.bench.serving import Server, served
 from loadtest import workload
-from loadtest.open import Call, calls_for
-from loadtest.outcome import OK, ending_of, percentiles_ms
-from loadtest.target import DIM, Address, Bars, arguments, model_of
+from loadtest.target import DIM, Bars, arguments
 
 RETRY_S = 0.1
 # One call, all its tries together.
@@ -60,7 +61,7 @@ def main() -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(served(*flags))]
         address = servers[0].address
-        calls = calls_for(*address, model_of(servers[0]), workload.mixed())
+        calls = calls_for(*address, servers[0].model, workload.mixed())
 
         def restart() -> None:
             stack.close()

@@ -18,16 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedsvc.bench.connection import Answer, Connection
+from embedsvc.bench.open_loop import Offsets, OpenLoop, calls_for
+from embedsvc.bench.outcome import OK, Outcome, Result, ending_of, percentiles_ms
+from embedsvc.bench.scrape import Samples
 from embedsvc.bench.serving import served
 from loadtest import restart, workload
-from loadtest.arrivals import Offsets, arrivals, scaled, trace_times
+from loadtest.arrivals import arrivals, scaled, trace_times
 from loadtest.closed import ClosedLoop
 from loadtest.ghosts import ghost
-from loadtest.open import OpenLoop, calls_for
-from loadtest.outcome import OK, Outcome, Result, ending_of, percentiles_ms
 from loadtest.overload import judge
 from loadtest.shapes import SHAPES, users_at
-from loadtest.target import Bars, Samples
+from loadtest.target import Bars
 from tests.wire import DIM, Answering, http, listening, reply
 
 ROOT = Path(__file__).resolve().parents[1]

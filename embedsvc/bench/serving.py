@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -49,6 +50,13 @@ class Server:
     def address(self) -> tuple[str, int]:
         """Host and port."""
         return self.host, self.port
+
+    @property
+    def model(self) -> str:
+        """Name of the served model, from the line to try in the banner of `embedsvc serve`."""
+        body = self.banner.rpartition("-d '")[2].partition("'")[0]
+        name: str = json.loads(body)["model"]
+        return name
 
 
 @contextmanager

@@ -13,9 +13,24 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+import uvloop
+
 from embedsvc.bench.connection import Answer, Connection, ReplyError, embeddings_body, post
-from loadtest.arrivals import Offsets
-from loadtest.outcome import GONE, LOST, MALFORMED, OK, Outcome, Result, ending_of
+from embedsvc.bench.outcome import GONE, LOST, MALFORMED, OK, Outcome, Result, ending_of
+
+# When calls leave, `(n,) float64` seconds, ascending, from 0 up to the length of the run.
+Offsets = npt.NDArray[np.float64]
+# A client that leaves later than this, at p99, measures itself.
+MAX_LAG_MS = 50.0
+N_CONNECTIONS = 4_096
+
+
+def poisson(rate: float, seconds: float, rng: np.random.Generator) -> Offsets:
+    """Return independent arrivals: given their number, they are uniform over the run."""
+    times: Offsets = np.sort(rng.uniform(0, seconds, rng.poisson(rate * seconds)))
+    return times
 
 
 @dataclass(slots=True)
@@ -168,3 +183,17 @@ class OpenLoop:
         self._results.append(result)
         if len(self._results) == self._n_calls:
             self._over.set()
+
+
+def run_open(
+    address: tuple[str, int],
+    calls: list[Call],
+    offsets: Offsets,
+    *,
+    dim: int,
+    n_connections: int = N_CONNECTIONS,
+    give_up_s: float = 60.0,
+) -> Outcome:
+    """Measure an open loop from a thread without an event loop."""
+    loop = OpenLoop(address, calls, dim=dim, n_connections=n_connections, give_up_s=give_up_s)
+    return uvloop.run(loop.run(offsets))
