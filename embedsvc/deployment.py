@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
@@ -34,6 +33,7 @@ from embedsvc.models.host import usable_cores
 from embedsvc.models.source import ModelFolder, resolve
 from embedsvc.models.verify import CheckedModel, check_golden
 from embedsvc.tokenization import Tokenizer
+from embedsvc.tuning.histogram import LengthHistogram
 from embedsvc.tuning.refit import Refit
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Deployment:
     tokenizer: Tokenizer
     engine: Engine
     metrics: VersionMetrics
+    lengths: LengthHistogram
     refit: Refit | None
     created: int
 
@@ -151,11 +152,8 @@ def deploy(
     """
     version = model_config.versions[0]
     began = time.perf_counter()
-    folder = resolve(version.source, sha256=version.sha256, where=f"{where}.source")
-    max_length = folder.max_length if version.max_length == "auto" else version.max_length
-    tokenizer = Tokenizer(folder, max_length)
-    cache = Cache(Path(config.server.cache_dir).expanduser())
-    model = load_model(version, folder, tokenizer.pad_id, cache.directory)
+    cache = Cache(config.server.cache_dir)
+    folder, tokenizer, model = load(version, f"{where}.source", cache)
     key = _measurement_key(folder, model)
     device = devices.get(model, version.backend, cache, key)
     engine_metrics = metrics.version(model_config.name, version.name)
@@ -163,6 +161,7 @@ def deploy(
     _warm_up(engine)
     if version.backend != "hash":
         check_golden(cast(CheckedModel, model), folder, cache)
+    lengths = _shown_lengths(model.max_length, engine_metrics)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
     return Deployment(
         config=model_config,
@@ -171,16 +170,36 @@ def deploy(
         tokenizer=tokenizer,
         engine=engine,
         metrics=engine_metrics,
-        refit=_refit(version, engine.policy),
+        lengths=lengths,
+        refit=_refit(version, lengths, engine.policy),
         created=int(time.time()),
     )
 
 
-def _refit(version: VersionConfig, policy: Policy) -> Refit | None:
+def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder, Tokenizer, Model]:
+    """Return the folder, the tokenizer and the loaded model of a version.
+
+    Raises:
+        StartError: one of them cannot be had; the message starts with `where`.
+    """
+    folder = resolve(version.source, sha256=version.sha256, where=where)
+    max_length = folder.max_length if version.max_length == "auto" else version.max_length
+    tokenizer = Tokenizer(folder, max_length)
+    return folder, tokenizer, load_model(version, folder, tokenizer.pad_id, cache.directory)
+
+
+def _shown_lengths(max_length: int, metrics: VersionMetrics) -> LengthHistogram:
+    """Return an empty histogram that the metrics read."""
+    lengths = LengthHistogram(max_length)
+    metrics.text_tokens_from(lambda: lengths.totals)
+    return lengths
+
+
+def _refit(version: VersionConfig, lengths: LengthHistogram, policy: Policy) -> Refit | None:
     """Return what follows the traffic, where the configuration leaves the edges to it."""
     if version.batching.buckets != "auto":
         return None
-    return Refit(policy.buckets.edges, policy.cost, policy.limits)
+    return Refit(lengths, policy.buckets.edges, policy.cost, policy.limits)
 
 
 def _measurement_key(folder: ModelFolder, model: Model) -> dict[str, Any]:

@@ -7,10 +7,13 @@ Labels come from the configuration or from fixed classes, never from requests.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from embedsvc import __version__
 
@@ -21,6 +24,13 @@ LENGTH_CLASS_NAMES = ("le_32", "le_128", "le_512", "le_2048", "gt_2048")
 # Upper edges in tokens of the fixed classes of a batch's padded width, finer; the last is open.
 WIDTH_CLASSES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 WIDTH_CLASS_NAMES = (*(f"le_{edge}" for edge in WIDTH_CLASSES), "gt_2048")
+# Upper edges in tokens of the length histogram, fixed: batches are as wide as a multiple of 8, and
+# above 512 an eighth of an octave is fine enough.
+TEXT_TOKENS_EDGES = (
+    *range(8, 512, 8),
+    *(512 << octave | step * (64 << octave) for octave in range(6) for step in range(8)),
+    32_768,
+)
 VERSION_LABELS = ("model", "version")
 LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
@@ -101,6 +111,8 @@ class _VersionFamilies:
         self._add_gauges()
         self._add_counters()
         self._add_histograms()
+        self.text_tokens = TextTokens()
+        registry.register(self.text_tokens)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         names = (*VERSION_LABELS, *labels)
@@ -161,6 +173,33 @@ class _VersionFamilies:
         )
 
 
+class TextTokens(Collector):
+    """The length histogram of every version, made at each scrape from counts kept elsewhere."""
+
+    name = "embedsvc_text_tokens"
+    text = "Tokens of a text after truncation, of all texts since the start."
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], Callable[[], Sequence[int]]] = {}
+
+    def describe(self) -> list[HistogramMetricFamily]:
+        """Return the family without samples."""
+        return [HistogramMetricFamily(self.name, self.text, labels=VERSION_LABELS)]
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Return the family with the samples of this moment."""
+        (family,) = self.describe()
+        for labels, read in self.counts.items():
+            counts = read()
+            up_to = list(accumulate(counts))
+            buckets = [
+                (str(float(edge)), up_to[min(edge, len(up_to) - 1)]) for edge in TEXT_TOKENS_EDGES
+            ]
+            tokens = sum(length * count for length, count in enumerate(counts))
+            family.add_metric(labels, [*buckets, ("+Inf", up_to[-1])], tokens)
+        yield family
+
+
 class VersionMetrics:
     """Bound metrics of one version; observed from the event loop and the device threads."""
 
@@ -209,3 +248,7 @@ class VersionMetrics:
             for k, name in enumerate(WIDTH_CLASS_NAMES):
                 gauge = f.cost_correction.labels(*self._labels, name, quantile)
                 gauge.set_function(partial(by_class.__getitem__, k))
+
+    def text_tokens_from(self, counts: Callable[[], Sequence[int]]) -> None:
+        """Read the texts of each number of tokens, from 0 to the maximum, at every scrape."""
+        self._families.text_tokens.counts[self._labels] = counts

@@ -17,7 +17,7 @@ from embedsvc.cli import main
 from embedsvc.config import Config
 from embedsvc.errors import RequestError
 from embedsvc.fields import Field, fields
-from embedsvc.metrics import Metrics
+from embedsvc.metrics import VERSION_LABELS, Metrics, TextTokens
 
 _HEAD = """\
 # Reference
@@ -128,17 +128,20 @@ def _retry(error: type[RequestError]) -> str:
 def _metrics() -> Iterator[str]:
     yield "## Metrics\n"
     yield "`GET /metrics`, Prometheus text format. Length classes are fixed, never learned.\n"
-    rows = (
-        (f"`{_sample_name(m)}`", str(m._type), ", ".join(m._labelnames), m._documentation)
-        for m in _collectors()
-    )
-    yield from _table(["name", "type", "labels", "meaning"], rows)
+    yield from _table(["name", "type", "labels", "meaning"], map(_metric, _collectors()))
 
 
-def _collectors() -> list[MetricWrapperBase]:
+def _collectors() -> list[MetricWrapperBase | TextTokens]:
     # The registry's public face shows no labels before the first observation.
     found = Metrics().registry._collector_to_names
-    return [c for c in found if isinstance(c, MetricWrapperBase)]
+    return [c for c in found if isinstance(c, MetricWrapperBase | TextTokens)]
+
+
+def _metric(found: MetricWrapperBase | TextTokens) -> tuple[str, str, str, str]:
+    if isinstance(found, TextTokens):
+        return f"`{found.name}`", "histogram", ", ".join(VERSION_LABELS), found.text
+    name, labels = f"`{_sample_name(found)}`", ", ".join(found._labelnames)
+    return name, str(found._type), labels, found._documentation
 
 
 def _sample_name(metric: MetricWrapperBase) -> str:

@@ -234,8 +234,7 @@ class Service:
             engine.admission.release(n, estimate)
             raise
         engine.admission.adjust(tokens - estimate)
-        if deployment.refit is not None:
-            deployment.refit.count(sequence.length for sequence in sequences)
+        deployment.lengths.add(sequence.length for sequence in sequences)
         return request, sequences, sum(e.truncated for e in encoded)
 
     def _note_refusal(self, queue_s: float) -> None:

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from typing import cast
 
 from embedsvc.config import Config
-from embedsvc.models import load_model
+from embedsvc.deployment import load
 from embedsvc.models.cache import Cache
-from embedsvc.models.source import resolve
 from embedsvc.models.verify import CheckedModel, GoldenResult, check_golden
-from embedsvc.tokenization import Tokenizer
 
 
 def verify(config: Config) -> Iterator[tuple[bool, str]]:
@@ -27,10 +25,7 @@ def verify(config: Config) -> Iterator[tuple[bool, str]]:
     for index, model_config in enumerate(config.models):
         version = model_config.versions[0]
         where = f"models[{index}].versions[0].source"
-        folder = resolve(version.source, sha256=version.sha256, where=where)
-        max_length = folder.max_length if version.max_length == "auto" else version.max_length
-        tokenizer = Tokenizer(folder, max_length)
-        model = load_model(version, folder, tokenizer.pad_id, cache.directory)
+        folder, _, model = load(version, where, cache)
         try:
             name = f"{model_config.name}: {model.dim} dimensions, {model.device}, {model.dtype}"
             if version.backend == "hash":

@@ -31,16 +31,16 @@ def long(n: int, seed: int = 0) -> list[int]:
 
 def test_too_few_texts_say_nothing() -> None:
     """No proposal before there is something to judge it by."""
-    refit = Refit([512], COST, LIMITS)
-    refit.count(short(100))
+    refit = Refit(LengthHistogram(512), [512], COST, LIMITS)
+    refit.histogram.add(short(100))
 
     assert refit.propose(RATE) is None
 
 
 def test_better_edges_are_proposed_with_their_gain() -> None:
     """One bucket for everything is worse than edges at the texts."""
-    refit = Refit([512], COST, LIMITS)
-    refit.count(short(1000))
+    refit = Refit(LengthHistogram(512), [512], COST, LIMITS)
+    refit.histogram.add(short(1000))
 
     switch = refit.propose(RATE)
 
@@ -52,10 +52,10 @@ def test_better_edges_are_proposed_with_their_gain() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_once_switched_the_same_traffic_changes_nothing(seed: int) -> None:
     """Hysteresis: noise between equal halves of traffic does not flip edges to and fro."""
-    refit = Refit(half_powers_of_two(512), COST, LIMITS)
+    refit = Refit(LengthHistogram(512), half_powers_of_two(512), COST, LIMITS)
     switches = 0
     for turn in range(20):
-        refit.count(short(600, seed * 100 + turn))
+        refit.histogram.add(short(600, seed * 100 + turn))
         if switch := refit.propose(RATE):
             refit.accept(switch)
             switches += 1
@@ -66,7 +66,7 @@ def test_once_switched_the_same_traffic_changes_nothing(seed: int) -> None:
 def test_edges_follow_a_shift_within_a_minute() -> None:
     """Bar: a minute after short traffic turns long, padding is within 2 points of the best."""
     policy = Policy([8, 16, 24, 512], COST, LIMITS)
-    refit = Refit(policy.buckets.edges, COST, LIMITS)
+    refit = Refit(LengthHistogram(512), policy.buckets.edges, COST, LIMITS)
     rate = 55.0
     texts = short(1500) + long(int(90 * rate))
     arrivals = list(poisson(texts, rate))
@@ -75,7 +75,7 @@ def test_edges_follow_a_shift_within_a_minute() -> None:
 
     def look(arrival: Arrival) -> None:
         nonlocal look_s
-        refit.count(arrival.lengths)
+        refit.histogram.add(arrival.lengths)
         if arrival.at >= look_s:
             look_s += 10.0
             if switch := refit.propose(rate):

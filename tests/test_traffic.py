@@ -37,13 +37,14 @@ async def check_following(service: Service) -> None:
     (deployment,) = service._deployments.values()
     former = list(deployment.engine.policy.buckets.edges)
     # Weightless batches cost next to nothing whatever their shape; these edges are for real ones.
-    refit = Refit(former, CostModel(3e-3, 1e-4, 5e-5, 4e-8), deployment.engine.policy.limits)
+    cost, limits = CostModel(3e-3, 1e-4, 5e-5, 4e-8), deployment.engine.policy.limits
+    refit = Refit(deployment.lengths, former, cost, limits)
     priced = replace(deployment, refit=refit)
 
     follower = asyncio.create_task(follow_traffic(priced, interval_s=0))
     async with asyncio.timeout(10):
         while deployment.engine.policy.buckets.edges == former:
-            refit.count([130, 180] * 300)
+            refit.histogram.add([130, 180] * 300)
             await service.embed(EmbedCall(NAME, ["word " * 128, "word " * 178]))
     follower.cancel()
 

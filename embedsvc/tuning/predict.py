@@ -74,6 +74,20 @@ class Point(Struct, frozen=True):
     n_timed_out: int
 
 
+class Series(Struct, frozen=True):
+    """One configuration under several rates.
+
+    `bench sweep` writes a JSON list of them, which `tune` lays over its predictions.
+
+    Attributes:
+        name: of the configuration, as shown.
+        points: in ascending order of rates.
+    """
+
+    name: str
+    points: list[Point]
+
+
 def counts_of(lengths: Iterable[int], max_length: int) -> Counts:
     """Return `(max_length + 1,)` texts by length; longer ones count as truncated to the maximum."""
     known = np.minimum(np.fromiter(lengths, np.int64), max_length)

@@ -5,7 +5,7 @@ Pure; knows nothing of threads, and time only as texts and rates it is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from embedsvc.engine.buckets import Limits
@@ -35,25 +35,24 @@ class Switch:
 
 
 class Refit:
-    """The lengths of one model's texts and the edges in use for them.
+    """The edges in use for the lengths of one model's texts.
 
     Args:
+        histogram: counts the texts.
         edges: in use now.
         cost: prices buckets.
         limits: of a batch.
     """
 
-    def __init__(self, edges: Sequence[int], cost: CostModel, limits: Limits) -> None:
-        self.histogram = LengthHistogram(limits.max_length)
+    def __init__(
+        self, histogram: LengthHistogram, edges: Sequence[int], cost: CostModel, limits: Limits
+    ) -> None:
+        self.histogram = histogram
         self.edges = tuple(edges)
         self.former: tuple[int, ...] = ()
         self._cost = cost
         self._limits = limits
         self._seen_before = 0
-
-    def count(self, lengths: Iterable[int]) -> None:
-        """Count texts of some tokens each."""
-        self.histogram.add(lengths)
 
     def propose(self, rate: float) -> Switch | None:
         """Return better edges, where there are some that held-out texts confirm.
