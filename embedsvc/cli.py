@@ -84,18 +84,26 @@ def main() -> None:
 @option("--port", type=click.IntRange(0, 65535), help="Port; 0 takes a free one.")
 @log_level
 def serve(config: Path | None, log_level: str, **flags: Any) -> None:
-    """Serve until SIGTERM; without a file and flags, all-MiniLM-L6-v2 on 127.0.0.1:8000."""
+    """Serve until SIGTERM; without a file and flags, all-MiniLM-L6-v2 on 127.0.0.1:8000.
+
+    SIGHUP reads file and environment again.
+    """
     set_up_logging(log_level)
-    # Until the server takes the signal over: the kernel drops what the first process of a container
-    # does not handle, and the imports take seconds.
+    # Until the server takes the signals over: the kernel drops what the first process of a
+    # container does not handle, and the imports take seconds.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with mistakes_in_one_line():
         effective = load_config(config, flags)
         from embedsvc.http import server
         from embedsvc.service import Service
 
         service = Service(effective)
-        server.serve(service, on_ready=lambda url: print_ready(url, service.info()))
+        server.serve(
+            service,
+            on_ready=lambda url: print_ready(url, service.info()),
+            reread=lambda: load_config(config, flags),
+        )
 
 
 @main.command()

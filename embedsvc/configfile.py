@@ -63,9 +63,18 @@ def load(path: Path | None = None, overrides: Overrides | None = None) -> Config
     config = _override(config, overrides or Overrides())
     # Flags come as plain values: decoding once more holds them to the same limits.
     config = _decode(msgspec.to_builtins(config))
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Check what single fields cannot tell.
+
+    Raises:
+        ConfigError: the message starts with the path of a field.
+    """
     for problem in _problems(config):
         raise ConfigError(problem)
-    return config
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -234,3 +234,56 @@ def test_accepting_the_backlog_takes_all_and_does_not_wait() -> None:
 
     assert len(accepted) == 3
     assert nobody == []
+
+
+# --- with a successor ----------------------------------------------------------------------------
+
+
+async def test_a_server_with_a_successor_leaves_idle_connections_until_their_next_request(
+    site: Site,
+) -> None:
+    """Nobody notices: it still calls itself ready, and each reply tells its client to leave."""
+    wires = [await kept(site) for _ in range(2)]
+    await site.server.retire()
+    wires[0].send(READY)
+    wires[1].send(post())
+
+    await assert_last_reply(wires[0])
+    await assert_last_reply(wires[1])
+
+
+async def test_a_server_with_a_successor_leaves_new_connections_to_it(site: Site) -> None:
+    """They wait on the socket that both share."""
+    busy = await kept(site)
+    await site.server.retire()
+    with socket.create_connection(site.listener.getsockname()) as new:
+        busy.send(post())
+        await assert_last_reply(busy)
+        (accepted,) = accept_waiting(site.listener)
+        with accepted:
+            assert accepted.getpeername() == new.getsockname()
+
+
+async def test_connections_that_stay_idle_do_not_hold_the_end(site: Site) -> None:
+    """A client that is not busy may never come back."""
+    idle = await kept(site)
+    site.server.terms.retired_idle_s = 0.05
+    await site.server.retire()
+
+    assert await idle.closed()
+
+
+async def test_a_server_accepts_from_the_sockets_it_is_told(site: Site) -> None:
+    """From another one as well, and from none."""
+    with listen(ServerConfig(port=0)) as other:
+        await site.server.accept_from([site.listener, other])
+        wire = Wire(*await asyncio.open_connection(*other.getsockname()))
+        site.wires.append(wire)
+        wire.send(post())
+        assert (await wire.reply()).status == 200
+        await site.server.accept_from([])
+        with socket.create_connection(other.getsockname()):
+            wire.send(post())
+            assert (await wire.reply()).status == 200
+            (waiting,) = accept_waiting(other)
+            waiting.close()

@@ -167,7 +167,8 @@ class Connection(asyncio.Protocol):
     def closes_after(self, exchange: Exchange) -> bool:
         """Say whether the connection ends with this response."""
         more = self._queue or self._parser.in_head
-        return not exchange.keep_alive or (self._terms.draining and not more)
+        leaving = self._terms.draining or self._terms.retiring
+        return not exchange.keep_alive or (leaving and not more)
 
     def completed(self, exchange: Exchange) -> None:
         """Go on after a response."""

@@ -51,11 +51,11 @@ class Journal:
 
     Args:
         metrics: of the service.
-        slow_request_s: requests for vectors that took longer are logged.
+        slow_request_s: requests for vectors that took longer are logged; may be changed.
     """
 
     def __init__(self, metrics: Metrics, slow_request_s: float) -> None:
-        self._slow_request_s = slow_request_s
+        self.slow_request_s = slow_request_s
         self.count = metrics.request
 
     def close(self, route: str, entry: Entry) -> None:
@@ -68,7 +68,7 @@ class Journal:
         self.count(route, entry.status, entry.reason, seconds)
         if entry.call is None or entry.status == ClientGone.status:
             return
-        if seconds > self._slow_request_s or entry.status >= InternalError.status:
+        if seconds > self.slow_request_s or entry.status >= InternalError.status:
             log.warning("%s", _line(entry, entry.call, seconds))
 
 

@@ -52,7 +52,6 @@ class EmbeddingsEndpoint:
 
     def __init__(self, service: Service, request_ids: RequestIds, journal: Journal) -> None:
         self._service = service
-        self._limits = service.config.server
         self._request_ids = request_ids
         self._journal = journal
         self._decoder = msgspec.json.Decoder(EmbeddingsRequest)
@@ -81,19 +80,20 @@ class EmbeddingsEndpoint:
     async def _answer(
         self, scope: HTTPScope, headers: Headers, receive: Receive, send: Send, entry: Entry
     ) -> None:
+        limits = self._service.config.server
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST.")
         if not self._service.ready:
             raise not_ready(self._service)
-        body = await read_body(headers, receive, self._limits.max_body_bytes)
+        body = await read_body(headers, receive, limits.max_body_bytes)
         if len(body) > LARGE_BODY_BYTES:
-            check_ids(body, self._limits.max_request_tokens)
+            check_ids(body, limits.max_request_tokens)
         request = decode(self._decoder, body)
         written_as = asked_encoding_format(request)
         entry.call = call = embed_call(
             request,
             default_model=self._default_model,
-            timeout_s=stated_timeout_s(headers, self._limits.max_timeout_s),
+            timeout_s=stated_timeout_s(headers, limits.max_timeout_s),
         )
         client = client_of(scope)
         if client is None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+from embedsvc.config import ServerConfig
+
 # Longer than the 90 s that clients and proxies keep idle connections, so that they close first.
 KEEP_ALIVE_S = 125.0
 # Slower than any network that people use.
@@ -31,7 +33,11 @@ class Terms:
             closed over unread bytes is reset by the kernel, and the client loses the answer.
         last_request_s: how long a client that has just connected may still send its request while
             the server stops.
-        draining: every connection ends with its next response.
+        retired_idle_s: how long a server that has a successor keeps idle connections. Who is busy
+            sends the next request by then, and its answer says to leave; closing the connection at
+            once would cross with that request.
+        retiring: every connection ends with its next response.
+        draining: so it does, and idle ones are closed.
     """
 
     header_timeout_s: float
@@ -41,7 +47,20 @@ class Terms:
     body_grace_s: float = 10.0
     discard_s: float = 10.0
     last_request_s: float = 1.0
+    retired_idle_s: float = 10.0
+    retiring: bool = False
     draining: bool = False
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Terms:
+        """Return what a configuration asks for."""
+        return cls(config.header_timeout_s, config.body_timeout_s, config.write_timeout_s)
+
+    def take_over(self, config: ServerConfig) -> None:
+        """Change what a configuration can change; waits that have begun keep their length."""
+        self.header_timeout_s = config.header_timeout_s
+        self.body_timeout_s = config.body_timeout_s
+        self.write_timeout_s = config.write_timeout_s
 
     def body_s(self, n_bytes: int) -> float:
         """Return the seconds that a body may take of which so many bytes came."""
