@@ -139,7 +139,7 @@ class BatchingConfig(Section, frozen=True):
     ] = 0.0
     max_age_s: Annotated[
         float,
-        Meta(gt=0, description="A text that waited longer is put into the next batch."),
+        Meta(gt=0, description="A text that waited longer is put into the next batch of its key."),
     ] = 5.0
     max_queue_sequences: Annotated[
         PositiveInt, Meta(description="Most texts waiting or running; more get 429.")

@@ -17,7 +17,7 @@ from embedsvc.engine.cost import DEFAULT_COST, CostModel
 from embedsvc.engine.device import Device
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Policy
-from embedsvc.engine.sequence import Priority, Request, Sequence
+from embedsvc.engine.sequence import NO_KEY, Key, Priority, Request, Sequence
 from embedsvc.errors import DeviceOutOfMemory
 from embedsvc.metrics import Metrics
 from embedsvc.models.buffers import BufferPool, HostBuffer
@@ -125,6 +125,7 @@ def make_request(
     arrival: float = 0.0,
     priority: Priority = Priority.INTERACTIVE,
     first_id: int = 1,
+    key: Key = NO_KEY,
 ) -> tuple[Request, list[Sequence]]:
     """Return a request with one row per length; ids count up from `first_id`."""
     request = Request(
@@ -133,6 +134,7 @@ def make_request(
         arrival=arrival,
         priority=priority,
         settled=settled,  # type: ignore[arg-type]  # the policy never looks at it
+        key=key,
     )
     rows = [
         Sequence(request, row, np.arange(first_id, first_id + length, dtype=np.int64))

@@ -186,12 +186,12 @@ def test_a_query_does_not_wait_for_an_upload() -> None:
     assert any(isinstance(b, Batch) and query[0] in b.sequences for b in two)
 
 
-@given(st.integers(1, 3), st.integers(1, 3))
-def test_backlogged_flows_share_by_weight(short: int, long: int) -> None:
-    """Law: two backlogged flows of equal weight differ by at most one batch of served cost."""
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from(Priority))
+def test_backlogged_flows_share_by_weight(short: int, long: int, priority: Priority) -> None:
+    """Law: served cost of two backlogged requests differs by at most one batch, by weight."""
     policy = make_policy(max_batch_size=4, max_batch_tokens=64 * 4)
-    _, a = make_request([8 * short] * 200, priority=Priority.BULK)
-    _, b = make_request([8 * long] * 200, priority=Priority.BULK)
+    _, a = make_request([8 * short] * 400, priority=priority)
+    _, b = make_request([8 * long] * 400, priority=Priority.BULK)
     policy.add(a, 0.0)
     policy.add(b, 0.0)
     served = {a[0].request: 0.0, b[0].request: 0.0}
@@ -201,7 +201,7 @@ def test_backlogged_flows_share_by_weight(short: int, long: int) -> None:
         assert isinstance(batch, Batch)
         largest = max(largest, sum(policy.cost.row(row.length) for row in batch.sequences))
         for row in batch.sequences:
-            served[row.request] += policy.cost.row(row.length)
+            served[row.request] += policy.cost.row(row.length) / row.request.priority
 
         one, other = served.values()
         assert abs(one - other) <= largest + 1e-9

@@ -79,7 +79,7 @@ def test_no_text_is_lost(name: str) -> None:
         assert sum(rows for rows, _, _ in outcome.batches) == len(texts)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000))
 def test_a_replay_is_deterministic(seed: int) -> None:
     """Law: equal arguments, equal batches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from embedsvc.engine.cost import CostModel
 
@@ -70,12 +71,13 @@ class Buckets:
         row_s: predicted seconds a row adds to a batch as wide as the bucket.
         full_rows: rows of a full batch.
         rows: rows of a batch that the device's memory allows now.
+        batch_s: predicted seconds of the rows of the largest batch.
 
     Raises:
         ValueError: the edges do not ascend to the maximum.
     """
 
-    __slots__ = ("_prices", "_widths", "edges", "full_rows", "row_s", "rows")
+    __slots__ = ("_prices", "_widths", "batch_s", "edges", "full_rows", "row_s", "rows")
 
     def __init__(self, edges: Sequence[int], cost: CostModel, limits: Limits) -> None:
         if list(edges) != sorted(set(edges)) or edges[-1] != limits.max_length:
@@ -87,6 +89,7 @@ class Buckets:
         self.rows = list(self.full_rows)
         shares = zip(self.row_s, self.full_rows, strict=True)
         self._prices = [row_s + cost.c0 / rows for row_s, rows in shares]
+        self.batch_s = max(map(mul, self.row_s, self.full_rows))
 
     def index(self, length: int) -> int:
         """Return the bucket of a text of `length` tokens."""

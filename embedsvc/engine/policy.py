@@ -3,8 +3,9 @@
 Knows no thread, no clock, no device: the scheduler thread and the simulator both only call it, and
 only one thread may. Three questions, answered in turn by `Policy.next`:
 
-*Who leads?* The row with the least fair-queueing tag, unless a row has waited longer than the age
-cap at the head of its request (oldest first) or its deadline is near (earliest deadline first).
+*Who leads?* Of the key that has had least by weight, the row with the least fair-queueing tag,
+unless a row has waited longer than the age cap at the head of its request (oldest first) or its
+deadline is near (earliest deadline first). Neither age nor haste takes another key's share.
 
 *Who rides along?* Rows wait in length buckets. Each turn the whole queue is split into groups of
 neighbouring buckets so that the predicted cost of serving it all is least; the leader's group goes,
@@ -21,6 +22,7 @@ from math import inf
 from embedsvc.engine.buckets import Buckets, Limits, padded_width
 from embedsvc.engine.correction import Corrected, Correction, width_class
 from embedsvc.engine.cost import CostModel
+from embedsvc.engine.lane import Lane
 from embedsvc.engine.sequence import Batch, Request, Sequence
 from embedsvc.engine.waiting import Waiting
 
@@ -36,8 +38,7 @@ class Policy:
         self.cost = cost
         self.limits = limits
         self._p95: Seq[float] = Correction().p95
-        self._waiting = Waiting(edges)
-        self._virtual_time = 0.0
+        self._waiting = Waiting(edges, cost)
         self._arrival_gap_s = inf
         self._last_arrival = -inf
 
@@ -55,7 +56,7 @@ class Policy:
 
     def add(self, sequences: Seq[Sequence], now: float) -> None:
         """Queue the rows of one request."""
-        self._waiting.add(sequences, self._virtual_time, self.cost, now)
+        self._waiting.add(sequences, now)
         self._note_arrival(len(sequences), now)
 
     def discard(self, request: Request) -> None:
@@ -97,32 +98,31 @@ class Policy:
             A batch of rows that left the queue, or the time to ask again (`inf`: when a row comes).
         """
         self._waiting.expire(now)
-        leader = self._leader(now)
-        if leader is None:
+        lane = self._waiting.next_lane()
+        if lane is None:
             return inf
+        leader = self._leader(lane, now)
         low, high = self._group(leader.bucket)
         wait_until = self._worth_waiting(leader, low, high, now)
         if wait_until > now:
             return wait_until
         rows = self._pick(leader, low, high, self._share(low, high, free_slots))
-        self._virtual_time = max(self._virtual_time, leader.tag)
-        self._waiting.remove(rows, now)
+        self._waiting.advance(rows, now)
         self.buckets.recover(len(rows), max(row.bucket for row in rows))
         width = padded_width(max(row.length for row in rows), self.limits.max_length)
         return Batch(rows, width, self.cost(len(rows), width))
 
-    def _leader(self, now: float) -> Sequence | None:
-        oldest, since = self._waiting.oldest_head()
+    def _leader(self, lane: Lane, now: float) -> Sequence:
+        oldest, since = lane.oldest_head()
         if now - since > self.limits.max_age_s:
             return oldest
-        urgent = self._waiting.nearest_deadline()
-        if urgent is not None:
-            rows, row_s = self.buckets.rows[urgent.bucket], self.buckets.row_s[urgent.bucket]
-            p95 = self._p95[width_class(self.buckets.edges[urgent.bucket])]
-            batch_s = p95 * (self.cost.c0 + rows * row_s)
-            if now + URGENT_BATCHES * batch_s >= urgent.request.deadline:
-                return urgent
-        return self._waiting.least_tag()
+        urgent = lane.nearest_deadline()
+        rows, row_s = self.buckets.rows[urgent.bucket], self.buckets.row_s[urgent.bucket]
+        p95 = self._p95[width_class(self.buckets.edges[urgent.bucket])]
+        batch_s = p95 * (self.cost.c0 + rows * row_s)
+        if now + URGENT_BATCHES * batch_s >= urgent.request.deadline:
+            return urgent
+        return lane.least_tag()
 
     def _group(self, leader_bucket: int) -> tuple[int, int]:
         """Return the first and last bucket of the leader's group in the cheapest partition.
@@ -179,15 +179,16 @@ class Policy:
 
     def _pick(self, leader: Sequence, low: int, high: int, n_rows: int) -> list[Sequence]:
         """Take the leader and rows of its group, nearest buckets first, by tag in each."""
+        whole = n_rows >= sum(self._waiting.counts[low : high + 1])
+        self._waiting.lead(leader)
         rows, top = [leader], leader.bucket
-        leader.waiting = False
         for bucket in sorted(range(low, high + 1), key=lambda b: abs(b - leader.bucket)):
             room = min(n_rows, self.buckets.rows[max(top, bucket)]) - len(rows)
-            taken = self._waiting.take(bucket, room)
+            taken = self._waiting.take(bucket, room, self.buckets.batch_s)
             rows.extend(taken)
             if taken:
                 top = max(top, bucket)
-        if n_rows >= sum(self._waiting.counts[low : high + 1]):
+        if whole:
             self._fill(rows, low, top)
         return rows
 
@@ -202,4 +203,4 @@ class Policy:
             own = self.cost.c0 + count * self.buckets.row_s[bucket]
             if count * self.buckets.row_s[top] > own:
                 return
-            rows.extend(self._waiting.take(bucket, count))
+            rows.extend(self._waiting.take(bucket, count, self.buckets.batch_s))

@@ -21,6 +21,23 @@ class Priority(IntEnum):
     INTERACTIVE = 8
 
 
+@dataclass(slots=True, frozen=True)
+class Key:
+    """Whom a request counts for when keys share the device.
+
+    Attributes:
+        name: unique among keys.
+        weight: share of this key beside the others'.
+    """
+
+    name: str
+    weight: float
+
+
+# Where there are no keys, all requests count for this one.
+NO_KEY = Key("", 1.0)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One API call: all its rows, one result, one future.
@@ -29,7 +46,8 @@ class Request:
         vectors: `(n, dim) float32`; row i is written by the device thread that ran sequence i.
         deadline: monotonic seconds after which nobody waits for the answer.
         arrival: monotonic seconds.
-        priority: share class; the weight of the request in the fair queue.
+        priority: share class; the weight of the request beside others of its key.
+        key: whom it counts for.
         settled: resolved once on the event loop: None when the last row is there, else the first
             error.
         open_rows: rows not yet settled; written by the event loop.
@@ -48,6 +66,7 @@ class Request:
     arrival: float
     priority: Priority
     settled: asyncio.Future[RequestError | None]
+    key: Key = NO_KEY
     open_rows: int = 0
     open_tokens: int = 0
     open_s: float = 0.0
@@ -74,8 +93,9 @@ class Sequence:
     row: int
     input_ids: Ids
     prompt_length: int = 0
-    # Scheduler thread only: place in the queue.
+    # Scheduler thread only: place in the queue, and what it takes of its key's share.
     tag: float = 0.0
+    share_s: float = 0.0
     bucket: int = 0
     waiting: bool = False
 
@@ -83,6 +103,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens."""
         return len(self.input_ids)
+
+    @property
+    def weight(self) -> float:
+        """Its weight beside rows of other keys."""
+        return self.request.key.weight * self.request.priority
 
 
 @dataclass(slots=True, eq=False)

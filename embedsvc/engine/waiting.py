@@ -1,27 +1,34 @@
-"""The waiting rows: length buckets, each in fair-queueing order, with every request's head.
+"""The waiting rows of all keys: a lane for each, and how far each is ahead of the others.
 
-Bookkeeping for `Policy`; decides nothing. One thread only.
+Bookkeeping for `Policy`; decides which key is next and nothing else. One thread only.
+
+Requests share the device in two steps: keys by their weights, whatever they send, and inside a key
+its requests by their priorities. Without keys there is one lane, in which each request counts.
+
+Source: J. C. R. Bennett, H. Zhang, "Hierarchical packet fair queueing algorithms", SIGCOMM 1996;
+between keys P. Goyal, H. M. Vin, H. Cheng, "Start-time fair queueing", SIGCOMM 1996: rows are
+charged when they leave, since which of them ride along is not known before.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from bisect import bisect_left
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from math import inf
 
 from embedsvc.engine.cost import CostModel
+from embedsvc.engine.lane import Lane
 from embedsvc.engine.sequence import Request, Sequence
 
 
 class Waiting:
-    """Rows by bucket, requests by deadline and by the age of their heads.
+    """Lanes by key.
 
     Args:
         edges: ascending upper edges of the buckets in tokens.
+        cost: prices the rows.
 
     Attributes:
         n_rows: rows that wait.
@@ -29,138 +36,111 @@ class Waiting:
         counts: rows by bucket.
     """
 
-    def __init__(self, edges: Seq[int]) -> None:
-        self.edges = list(edges)
+    def __init__(self, edges: Seq[int], cost: CostModel) -> None:
         self.n_rows = 0
         self.n_tokens = 0
         self.counts = [0] * len(edges)
-        # One heap of (tag, order, sequence) per bucket. A row that left otherwise stays in it
-        # with `waiting` false and is skipped.
-        self._queues: list[list[tuple[float, int, Sequence]]] = [[] for _ in edges]
-        self._order = itertools.count()
-        # Rows of each request in their order; the first one waits and is its head.
-        self._flows: dict[Request, deque[Sequence]] = {}
-        # Ordered by how long the heads have been heads.
-        self._head_since: dict[Request, float] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._edges = list(edges)
+        self._cost = cost
+        self._virtual_time = 0.0
+        self._lanes: dict[str, Lane] = {}
 
-    def add(
-        self, sequences: Seq[Sequence], virtual_time: float, cost: CostModel, now: float
-    ) -> None:
-        """Queue the rows of one request, in their order.
-
-        A row's tag is the finish time of its flow in a fluid server that shares itself by weight.
-
-        Source: S. J. Golestani, "A self-clocked fair queueing scheme for broadband applications",
-        INFOCOM 1994.
-        """
-        request = sequences[0].request
-        tag = max(virtual_time, request.last_tag)
-        weight = float(request.priority)
-        for sequence in sequences:
-            tag += cost.row(sequence.length) / weight
-            sequence.tag = tag
-            sequence.bucket = bisect_left(self.edges, sequence.length)
-            sequence.waiting = True
-            self.counts[sequence.bucket] += 1
-            self.n_tokens += sequence.length
-            heapq.heappush(self._queues[sequence.bucket], (tag, next(self._order), sequence))
-        request.last_tag = tag
+    def add(self, sequences: Seq[Sequence], now: float) -> None:
+        """Queue the rows of one request, in their order."""
+        name = sequences[0].request.key.name
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(self._edges)
+        if not lane.n_rows:
+            # A key that was idle gets no credit for it.
+            lane.place = max(lane.place, self._virtual_time)
+        lane.add(sequences, self._cost, now)
+        for row in sequences:
+            self.counts[row.bucket] += 1
+            self.n_tokens += row.length
         self.n_rows += len(sequences)
-        if request not in self._flows:
-            self._flows[request] = deque()
-            self._head_since[request] = now
-            heapq.heappush(self._deadlines, (request.deadline, next(self._order), request))
-        self._flows[request].extend(sequences)
 
     def discard(self, request: Request) -> None:
         """Drop every waiting row of a request."""
-        for sequence in self._flows.pop(request, ()):
-            if sequence.waiting:
-                self._leave(sequence)
-        self._head_since.pop(request, None)
-
-    def remove(self, rows: Iterable[Sequence], now: float) -> None:
-        """Let rows go to the device; the heads of their requests move on, younger again."""
-        requests = set()
-        for row in rows:
-            self._leave(row)
-            requests.add(row.request)
-        for request in requests:
-            self._advance(request, now)
+        lane = self._lanes.get(request.key.name)
+        if lane is not None:
+            self._discard(lane, request)
 
     def expire(self, now: float) -> None:
         """Drop the rows of every request whose deadline has passed."""
-        while self._deadlines:
-            deadline, _, request = self._deadlines[0]
-            if request in self._flows and deadline > now:
-                return
-            heapq.heappop(self._deadlines)
-            self.discard(request)
+        for lane in self._lanes.values():
+            while (request := lane.expired(now)) is not None:
+                self._discard(lane, request)
 
-    def nearest_deadline(self) -> Sequence | None:
-        """Return the head of the request with the nearest deadline, after `expire`."""
-        return self._flows[self._deadlines[0][2]][0] if self._deadlines else None
+    def next_lane(self) -> Lane | None:
+        """Return the lane of the key that has had least by weight, of those with rows."""
+        backlogged = (lane for lane in self._lanes.values() if lane.n_rows)
+        return min(backlogged, key=lambda lane: lane.place, default=None)
 
-    def oldest_head(self) -> tuple[Sequence | None, float]:
-        """Return the head that has been one for longest, and since when."""
-        for request, since in self._head_since.items():
-            return self._flows[request][0], since
-        return None, inf
+    def lead(self, leader: Sequence) -> None:
+        """Take the row that leads the next batch; the clocks move to its places."""
+        lane = self._lanes[leader.request.key.name]
+        self._virtual_time = max(self._virtual_time, lane.place)
+        lane.virtual_time = max(lane.virtual_time, leader.tag)
+        self._leave(lane, leader)
 
-    def least_tag(self) -> Sequence | None:
-        """Return the first row in fair-queueing order."""
-        least: tuple[float, int, Sequence] | None = None
-        for queue, count in zip(self._queues, self.counts, strict=True):
-            if not count:
-                continue
-            while not queue[0][2].waiting:
-                heapq.heappop(queue)
-            if least is None or queue[0] < least:
-                least = queue[0]
-        return None if least is None else least[2]
+    def take(self, bucket: int, n: int, batch_s: float) -> list[Sequence]:
+        """Take up to n rows of a bucket: of the key that has had least by weight, by tag.
 
-    def take(self, bucket: int, n: int) -> list[Sequence]:
-        """Take up to n rows of a bucket by tag; they are still to be removed."""
-        queue, taken = self._queues[bucket], list[Sequence]()
-        while queue and len(taken) < n:
-            sequence = heapq.heappop(queue)[2]
-            if sequence.waiting:
-                sequence.waiting = False
-                taken.append(sequence)
+        A key gets no row that would bring it further ahead of another that waits, in whatever
+        bucket, than one batch does: who rides along must not undo the choice of who leads.
+
+        Args:
+            bucket: index of the bucket.
+            n: most rows.
+            batch_s: predicted seconds of the rows of the largest batch.
+        """
+        lanes = list(self._lanes.values())
+        behind = min((a.place for a in lanes if a.n_rows and not a.counts[bucket]), default=inf)
+        holders = [(a.place, order, a) for order, a in enumerate(lanes) if a.counts[bucket]]
+        heapq.heapify(holders)
+        taken: list[Sequence] = []
+        while holders and len(taken) < n:
+            _, order, lane = holders[0]
+            row = lane.first(bucket)
+            if (lane.place + row.share_s - behind) * row.weight > batch_s:
+                break
+            self._leave(lane, row)
+            taken.append(row)
+            if lane.counts[bucket]:
+                heapq.heapreplace(holders, (lane.place, order, lane))
+            else:
+                heapq.heappop(holders)
+                behind = min(behind, lane.place if lane.n_rows else inf)
         return taken
+
+    def advance(self, rows: Iterable[Sequence], now: float) -> None:
+        """Move on the heads of the requests of which rows were taken, younger again."""
+        requests = defaultdict[str, dict[Request, None]](dict)
+        for row in rows:
+            requests[row.request.key.name][row.request] = None
+        for name, taken in requests.items():
+            self._lanes[name].advance(taken, now)
 
     def rebucket(self, edges: Seq[int]) -> None:
         """Sort the waiting rows into other buckets; places and ages stay."""
-        rows = [entry for queue in self._queues for entry in queue if entry[2].waiting]
-        self.edges = list(edges)
+        self._edges = list(edges)
         self.counts = [0] * len(edges)
-        self._queues = [[] for _ in edges]
-        for entry in sorted(rows):
-            row = entry[2]
-            row.bucket = bisect_left(self.edges, row.length)
-            self.counts[row.bucket] += 1
-            self._queues[row.bucket].append(entry)
+        for lane in self._lanes.values():
+            lane.rebucket(edges)
+            self.counts = [n + more for n, more in zip(self.counts, lane.counts, strict=True)]
 
-    def _leave(self, sequence: Sequence) -> None:
-        sequence.waiting = False
-        self.counts[sequence.bucket] -= 1
+    def _discard(self, lane: Lane, request: Request) -> None:
+        for row in lane.discard(request):
+            self._forget(row)
+
+    def _leave(self, lane: Lane, row: Sequence) -> None:
+        """Take one row out, at the expense of its key."""
+        lane.leave(row)
+        lane.place += row.share_s
+        self._forget(row)
+
+    def _forget(self, row: Sequence) -> None:
+        self.counts[row.bucket] -= 1
         self.n_rows -= 1
-        self.n_tokens -= sequence.length
-        queue = self._queues[sequence.bucket]
-        if len(queue) > 64 and len(queue) > 2 * self.counts[sequence.bucket]:
-            queue[:] = [entry for entry in queue if entry[2].waiting]
-            heapq.heapify(queue)
-
-    def _advance(self, request: Request, now: float) -> None:
-        """Restart the age of a request whose head left; forget one without rows."""
-        flow = self._flows[request]
-        if flow[0].waiting:
-            return
-        while flow and not flow[0].waiting:
-            flow.popleft()
-        del self._head_since[request]
-        if flow:
-            self._head_since[request] = now
-        else:
-            del self._flows[request]
+        self.n_tokens -= row.length

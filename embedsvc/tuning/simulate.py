@@ -17,7 +17,7 @@ import numpy as np
 
 from embedsvc.engine.buckets import Limits, padded_width
 from embedsvc.engine.cost import CostModel
-from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
+from embedsvc.engine.sequence import NO_KEY, Batch, Key, Priority, Request, Sequence
 
 Cost = Callable[[int, int], float]
 # Simulated requests have no event loop to resolve a future on.
@@ -43,12 +43,14 @@ class Arrival:
         lengths: tokens of each text.
         timeout_s: seconds until nobody waits any more.
         priority: share class.
+        key: whom it counts for.
     """
 
     at: float
     lengths: tuple[int, ...]
     timeout_s: float = inf
     priority: Priority = Priority.INTERACTIVE
+    key: Key = NO_KEY
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +61,7 @@ class Served:
     length: int
     latency_s: float
     priority: Priority
+    key: Key
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ class _Simulation:
             arrival=arrival.at,
             priority=arrival.priority,
             settled=NOBODY_WAITS,
+            key=arrival.key,
         )
         rows = [Sequence(request, row, _ids(n)) for row, n in enumerate(arrival.lengths)]
         self.chooser.add(rows, self.now)
@@ -160,7 +164,7 @@ class _Simulation:
         if self.now > request.deadline:
             self.outcome.n_expired += 1
             return
-        served = Served(request.arrival, length, latency_s, request.priority)
+        served = Served(request.arrival, length, latency_s, request.priority, request.key)
         self.outcome.served.append(served)
 
 
