@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
@@ -27,7 +28,7 @@ from embedsvc.engine.policy import Policy
 from embedsvc.errors import ConfigError, InvalidRequest
 from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model, load_model
-from embedsvc.models.buffers import BufferPool, HostBuffer
+from embedsvc.models.buffers import BufferPool
 from embedsvc.models.cache import Cache
 from embedsvc.models.host import usable_cores
 from embedsvc.models.source import ModelFolder, resolve
@@ -265,15 +266,12 @@ def _engine(
     edges = _edges(batching.buckets, model.max_length)
     capacity = max(limits.max_batch_tokens, model.max_length)
 
-    def make_buffer() -> HostBuffer:
-        return HostBuffer(capacity, limits.max_batch_size, model.dim, model.pad_id)
-
     return Engine(
         name,
         model,
         device,
         Policy(edges, calibration.cost, limits),
-        BufferPool(make_buffer, device.slots),
+        BufferPool(partial(model.allocate, capacity, limits.max_batch_size), device.slots),
         Admission(batching.max_queue_sequences, batching.max_queue_tokens),
         metrics,
     )

@@ -19,8 +19,9 @@ from embedsvc.configfile import Overrides, load
 from embedsvc.deployment import deploy
 from embedsvc.engine.devices import Devices
 from embedsvc.metrics import Metrics
-from embedsvc.models.buffers import HostBuffer, Ids
-from embedsvc.models.torch import TorchModel, prepare_thread
+from embedsvc.models.buffers import Ids
+from embedsvc.models.threads import set_batch_threads
+from embedsvc.models.torch import TorchModel
 from loadtest import workload
 from loadtest.ratio import offline_rate
 
@@ -71,8 +72,8 @@ def plain_rate(config: Config, texts: list[str]) -> float:
 
 
 def _loop(model: TorchModel, ids: list[Ids], batches: list[Rows], max_rows: int) -> None:
-    prepare_thread(1)
-    buffer = HostBuffer(1 << 16, max_rows, model.dim, model.pad_id)
+    set_batch_threads(1)
+    buffer = model.allocate(1 << 16, max_rows)
     for rows, width in batches:
         buffer.fill([ids[row] for row in rows], [0] * len(rows), width)
         model.forward(buffer, len(rows), width)

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -21,12 +22,13 @@ from embedsvc.engine.sequence import NO_KEY, Key, Priority, Request, Sequence
 from embedsvc.errors import DeviceOutOfMemory
 from embedsvc.metrics import Metrics
 from embedsvc.models.buffers import BufferPool, HostBuffer
+from embedsvc.models.inprocess import InProcess
 
 WAIT_S = 10.0
 
 
 @dataclass
-class SumModel:
+class SumModel(InProcess):
     """Vectors that tell a row's own ids: (sum, length, first, last)."""
 
     dim: int = 4
@@ -213,9 +215,7 @@ def make_rig(
         model,
         Device("cpu", slots),
         policy,
-        BufferPool(
-            lambda: HostBuffer(capacity, limits.max_batch_size, model.dim, model.pad_id), slots
-        ),
+        BufferPool(partial(model.allocate, capacity, limits.max_batch_size), slots),
         Admission(max_queue_sequences, 10_000_000),
         metrics.version("m", "v1"),
         **({"clock": clock} if clock else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedsvc.models.buffers import BufferPool, HostBuffer
+from embedsvc.models.buffers import BufferPool, HostBuffer, SharedBuffer
 
 PAD = 9
 
@@ -37,6 +38,42 @@ def test_the_grid_is_a_view() -> None:
     buffer = make()
 
     assert np.shares_memory(buffer.grid(4, 8), buffer.ids)
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 16])
+def test_no_two_arrays_overlap(max_rows: int) -> None:
+    """Law: what is written to one array of a buffer changes no other."""
+    buffer = HostBuffer(capacity_tokens=13, max_rows=max_rows, dim=3, pad_id=PAD)
+    arrays: list[np.ndarray] = [
+        buffer.ids, buffer.lengths, buffer.prompt_lengths, buffer.output,
+    ]  # fmt: skip
+    for value, array in enumerate(arrays, 1):
+        array[:] = value
+
+    assert [set(array.ravel().tolist()) for array in arrays] == [{1}, {2}, {3}, {4}]
+
+
+def test_a_shared_buffer_is_seen_through_its_descriptor() -> None:
+    """Two mappings of the same memory are one buffer."""
+    one = SharedBuffer(256, 16, 4, PAD)
+    other = SharedBuffer(256, 16, 4, PAD, fd=os.dup(one.fd))
+    one.fill([np.array([5, 6, 7])], [1], 8)
+    other.output[:] = 2.5
+
+    assert other.grid(1, 8).tolist() == [[5, 6, 7, *[PAD] * 5]]
+    assert (other.lengths[0], other.prompt_lengths[0]) == (3, 1)
+    assert (one.output == 2.5).all()
+
+
+def test_a_shared_buffer_gives_its_descriptor_back() -> None:
+    """Descriptors last as long as their buffers."""
+    buffer = SharedBuffer(256, 16, 4, PAD)
+    fd = buffer.fd
+    os.fstat(fd)
+    del buffer
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_a_taken_buffer_is_nobody_elses() -> None:

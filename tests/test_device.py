@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from embedsvc.engine.device import Device
+from embedsvc.models.threads import batch_threads
 
 
 def fail() -> None:
@@ -16,8 +17,8 @@ def fail() -> None:
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """Two slots whose preparation fails."""
-    device = Device("cpu", slots=2, prepare_thread=fail)
+    """Two slots."""
+    device = Device("cpu", slots=2, threads_per_slot=3)
     yield device
     device.close()
 
@@ -44,6 +45,11 @@ def test_a_failure_reaches_who_waits_for_the_result(device: Device) -> None:
     """A result that cannot be had is an error, not a wait for ever."""
     with pytest.raises(RuntimeError, match="on purpose"):
         device.submit(fail).result(timeout=10)
+
+
+def test_batches_are_told_their_cpu_threads(device: Device) -> None:
+    """Whoever runs a batch on a device thread can look up how many threads it may use."""
+    assert device.submit(batch_threads).result(timeout=10) == 3
 
 
 def test_slots_work_at_the_same_time(device: Device) -> None:

@@ -26,6 +26,7 @@ from embedsvc.models.cache import Cache
 from embedsvc.models.host import native_bf16
 from embedsvc.models.rounding import round_up_tokens
 from embedsvc.models.source import ModelFolder, load_tokenizer, resolve
+from embedsvc.models.threads import set_batch_threads
 from embedsvc.models.torch import TorchModel, choose_device, prepare_thread
 from tests import tiny
 
@@ -382,7 +383,7 @@ def test_threads_share_a_model(tmp_path: Path) -> None:
     model, folder = tiny.load(tmp_path / "folder", tmp_path)
     batches = [tiny.texts((3, 20, 5 + seed), seed) for seed in range(24)]
     expected = [tiny.embed(model, folder, batch) for batch in batches]
-    with ThreadPoolExecutor(4, initializer=prepare_thread, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(4, initializer=set_batch_threads, initargs=(1,)) as pool:
         found = list(pool.map(lambda batch: tiny.embed(model, folder, batch), batches))
 
     assert all(_difference(f, e) < 1e-5 for f, e in zip(found, expected, strict=True))
@@ -394,7 +395,8 @@ def test_prepared_threads_keep_their_own_settings() -> None:
     all_set = threading.Barrier(2, timeout=10)
 
     def run(threads: int) -> None:
-        prepare_thread(threads)
+        set_batch_threads(threads)
+        prepare_thread()
         all_set.wait()
         seen[threads] = (torch.get_num_threads(), torch.zeros(1).is_inference())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -19,7 +20,7 @@ from embedsvc.engine.buckets import Limits, padded_width
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.metrics import Metrics
-from embedsvc.models.buffers import BufferPool, HostBuffer
+from embedsvc.models.buffers import BufferPool
 from embedsvc.tokenization import Encoded
 
 # Positions of the texts of a batch, and its padded width in tokens.
@@ -109,11 +110,8 @@ def _run(engine: Engine, encoded: Sequence[Encoded], batches: list[Rows]) -> flo
     """Put every batch through the device threads; return the seconds it took."""
     limits = engine.policy.limits
     capacity = max(limits.max_batch_tokens, limits.max_length)
-
-    def make_buffer() -> HostBuffer:
-        return HostBuffer(capacity, limits.max_batch_size, engine.model.dim, engine.model.pad_id)
-
-    pool = BufferPool(make_buffer, engine.device.slots)
+    allocate = partial(engine.model.allocate, capacity, limits.max_batch_size)
+    pool = BufferPool(allocate, engine.device.slots)
 
     def run(rows: list[int], width: int) -> None:
         buffer = pool.take()

@@ -90,7 +90,7 @@ def _smallest_good(rate_by_budget: dict[int, float]) -> int:
 
 def full_buffer(model: Model, rows: int, length: int) -> HostBuffer:
     """Return a buffer of `rows` unpadded rows of `length` tokens."""
-    buffer = HostBuffer(rows * length, rows, model.dim, model.pad_id)
+    buffer = model.allocate(rows * length, rows)
     buffer.fill([np.ones(length, np.int64)] * rows, [0] * rows, length)
     return buffer
 

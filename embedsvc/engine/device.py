@@ -9,15 +9,13 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar, TypeVarTuple
 
+from embedsvc.models.threads import set_batch_threads
+
 log = logging.getLogger(__name__)
 
 Args = TypeVarTuple("Args")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _no_preparation() -> None:
-    pass
 
 
 class Device:
@@ -29,24 +27,16 @@ class Device:
     Args:
         name: as in the configuration, e.g. `cpu`, `cuda:0`.
         slots: batches at once.
-        threads_per_slot: CPU threads of one batch; shown only, `prepare_thread` sets them.
-        prepare_thread: called once in each device thread before its first batch.
+        threads_per_slot: CPU threads of one batch.
     """
 
-    def __init__(
-        self,
-        name: str,
-        slots: int,
-        threads_per_slot: int = 1,
-        prepare_thread: Callable[[], None] = _no_preparation,
-    ) -> None:
+    def __init__(self, name: str, slots: int, threads_per_slot: int = 1) -> None:
         self.name = name
         self.slots = slots
         self.threads_per_slot = threads_per_slot
         self._semaphore = threading.Semaphore(slots)
         self._lock = threading.Lock()
         self._busy = 0
-        self._prepare_thread = prepare_thread
         self._work: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]
         self._work = SimpleQueue()
         self._threads = [
@@ -104,7 +94,7 @@ class Device:
             thread.join()
 
     def _main(self) -> None:
-        self._run(self._prepare_thread, ())
+        set_batch_threads(self.threads_per_slot)
         while (work := self._work.get()) is not None:
             self._run(*work)
 

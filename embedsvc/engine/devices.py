@@ -5,7 +5,6 @@ Decides how a device is divided into slots; runs on the worker thread that loads
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from embedsvc.config import Config, DeviceConfig
@@ -32,21 +31,13 @@ class Devices:
         if name not in self._open:
             config = self._configs.get(name, DeviceConfig(name=name))
             slots, threads = _division(config, model, backend, cache, key)
-            self._open[name] = _open_device(name, backend, slots, threads)
+            self._open[name] = Device(name, slots, threads)
         return self._open[name]
 
     def close(self) -> None:
         """Stop all device threads."""
         for device in self._open.values():
             device.close()
-
-
-def _open_device(name: str, backend: str, slots: int, threads: int) -> Device:
-    if backend == "hash":
-        return Device(name, slots, threads)
-    from embedsvc.models.torch import prepare_thread
-
-    return Device(name, slots, threads, partial(prepare_thread, threads))
 
 
 def _division(
@@ -68,7 +59,7 @@ def _division(
     if stored is None:
 
         def measure(slots: int, threads: int, seconds: float) -> float:
-            device = _open_device(model.device, backend, slots, threads)
+            device = Device(model.device, slots, threads)
             try:
                 return batch_rate(model, device, seconds)
             finally:

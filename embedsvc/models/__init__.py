@@ -44,11 +44,14 @@ class Model(Protocol):
             ModelError: the model cannot be loaded or its vectors cannot be trusted.
         """
 
+    def allocate(self, capacity_tokens: int, max_rows: int) -> HostBuffer:
+        """Return a new host buffer in memory that this model reads without a copy."""
+
     def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         """Compute `buffer.output[:rows]` from `buffer.grid(rows, length)` and its lengths.
 
         Args:
-            buffer: filled input arrays; only `output` is written.
+            buffer: made by `allocate` and filled; only `output` is written.
             rows: rows in use.
             length: padded length in tokens.
         """

@@ -6,7 +6,11 @@ it is put back; the pool is safe to use from any thread.
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import os
 import queue
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,11 +18,26 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Vectors = npt.NDArray[np.float32]
-Allocator = Callable[[tuple[int, ...], "npt.DTypeLike"], npt.NDArray[np.generic]]
+Memory = bytearray | mmap.mmap
+Allocator = Callable[[int], Memory]
+
+# Arrays begin at multiples of this: no two of them share a cache line.
+_ALIGNMENT_BYTES = 64
 
 
 class HostBuffer:
     """Flat arrays for one batch of any bucket, reshaped to `(rows, length)` without a copy.
+
+    All of them lie in one block of memory, each begun at a multiple of 64 bytes:
+
+        ids | lengths | prompt_lengths | output
+
+    Args:
+        capacity_tokens: ids it holds.
+        max_rows: rows it holds.
+        dim: components of a vector.
+        pad_id: token id that fills the tail of a row.
+        allocate: returns zeroed memory of some bytes.
 
     Attributes:
         ids: `(capacity_tokens,) int64`, rows padded on the right.
@@ -27,7 +46,7 @@ class HostBuffer:
         output: `(max_rows, dim) float32`, written by the model.
     """
 
-    __slots__ = ("ids", "lengths", "output", "pad_id", "prompt_lengths")
+    __slots__ = ("__weakref__", "ids", "lengths", "output", "pad_id", "prompt_lengths")
 
     def __init__(
         self,
@@ -35,12 +54,16 @@ class HostBuffer:
         max_rows: int,
         dim: int,
         pad_id: int,
-        allocate: Allocator = np.zeros,
+        allocate: Allocator = bytearray,
     ) -> None:
-        self.ids: Ids = allocate((capacity_tokens,), np.int64)  # type: ignore[assignment]  # dtype is given
-        self.lengths: Ids = allocate((max_rows,), np.int64)  # type: ignore[assignment]
-        self.prompt_lengths: Ids = allocate((max_rows,), np.int64)  # type: ignore[assignment]
-        self.output: Vectors = allocate((max_rows, dim), np.float32)  # type: ignore[assignment]
+        lengths = _aligned(8 * capacity_tokens)
+        prompt_lengths = lengths + _aligned(8 * max_rows)
+        output = prompt_lengths + _aligned(8 * max_rows)
+        memory = allocate(output + 4 * max_rows * dim)
+        self.ids: Ids = np.ndarray((capacity_tokens,), np.int64, memory)
+        self.lengths: Ids = np.ndarray((max_rows,), np.int64, memory, lengths)
+        self.prompt_lengths: Ids = np.ndarray((max_rows,), np.int64, memory, prompt_lengths)
+        self.output: Vectors = np.ndarray((max_rows, dim), np.float32, memory, output)
         self.pad_id = pad_id
 
     def grid(self, rows: int, length: int) -> Ids:
@@ -63,6 +86,42 @@ class HostBuffer:
             grid[row, n:] = self.pad_id
             self.lengths[row] = n
         self.prompt_lengths[:rows] = prompt_lengths
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class SharedBuffer(HostBuffer):
+    """A host buffer that other processes can map: give them `fd` and the same sizes.
+
+    Args:
+        capacity_tokens: as for `HostBuffer`.
+        max_rows: as for `HostBuffer`.
+        dim: as for `HostBuffer`.
+        pad_id: as for `HostBuffer`.
+        fd: memory of another process's buffer, to map instead of new memory.
+
+    Attributes:
+        fd: the memory's descriptor, closed when the buffer is freed.
+        number: names this buffer in its process.
+    """
+
+    __slots__ = ("fd", "number")
+    _numbers = itertools.count()
+
+    def __init__(
+        self, capacity_tokens: int, max_rows: int, dim: int, pad_id: int, fd: int | None = None
+    ) -> None:
+        self.fd = os.memfd_create("embedsvc-buffer") if fd is None else fd
+        self.number = next(self._numbers)
+        weakref.finalize(self, os.close, self.fd)
+        super().__init__(capacity_tokens, max_rows, dim, pad_id, self._map)
+
+    def _map(self, n_bytes: int) -> mmap.mmap:
+        if os.fstat(self.fd).st_size < n_bytes:
+            os.ftruncate(self.fd, n_bytes)
+        return mmap.mmap(self.fd, n_bytes)
 
 
 class BufferPool:

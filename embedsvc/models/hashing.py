@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedsvc.models.buffers import HostBuffer, Vectors
+from embedsvc.models.inprocess import InProcess
 
 Words = npt.NDArray[np.uint64]
 
@@ -24,7 +25,7 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-class HashModel:
+class HashModel(InProcess):
     """Unit vectors drawn from a hash of the row's ids.
 
     Args:

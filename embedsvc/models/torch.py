@@ -27,8 +27,10 @@ from embedsvc.models import verify  # noqa: E402
 from embedsvc.models.cache import Cache  # noqa: E402
 from embedsvc.models.encoder import streamlined  # noqa: E402
 from embedsvc.models.head import output_dim, read_head  # noqa: E402
+from embedsvc.models.inprocess import InProcess  # noqa: E402
 from embedsvc.models.precision import lower  # noqa: E402
 from embedsvc.models.source import load_tokenizer  # noqa: E402
+from embedsvc.models.threads import batch_threads  # noqa: E402
 from embedsvc.models.transformer import is_causal, load_transformer, pad_id  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,18 +42,27 @@ log = logging.getLogger(__name__)
 # Weights above this are not self-checked: the float32 forward would delay the start for minutes.
 MAX_SELF_CHECK_BYTES = 1 << 30
 
-_THREAD = threading.local()
+
+class _Thread(threading.local):
+    """What was set for the calling thread."""
+
+    threads = 0
+    guard: torch.inference_mode
 
 
-def prepare_thread(threads: int) -> None:
-    """Make the calling device thread ready for `forward`: its CPU threads, and inference mode.
+_THREAD = _Thread()
 
-    Both hold for this thread alone and until it ends. (A thread that starts later and never calls
-    it takes the number of threads set last.)
 
-    Args:
-        threads: CPU threads one batch on this thread may use.
+def prepare_thread() -> None:
+    """Make the calling thread ready for batches, where `set_batch_threads` was called on it.
+
+    Sets its CPU threads and inference mode; both hold for this thread alone and until it ends. (A
+    thread for which nobody did takes the number of threads set last.)
     """
+    threads = batch_threads()
+    if threads == _THREAD.threads:
+        return
+    _THREAD.threads = threads
     # A thread's first use of torch sets its number to the last one set anywhere; reading the
     # number is such a use, so that what is set after it stays.
     torch.get_num_threads()
@@ -62,7 +73,7 @@ def prepare_thread(threads: int) -> None:
         _THREAD.guard.__enter__()
 
 
-class TorchModel:
+class TorchModel(InProcess):
     """One set of weights on one device.
 
     Args:
@@ -144,6 +155,7 @@ class TorchModel:
         Raises:
             DeviceOutOfMemory: a smaller batch may fit.
         """
+        prepare_thread()
         try:
             self._forward(buffer, rows, length)
         except (torch.OutOfMemoryError, MemoryError) as error:

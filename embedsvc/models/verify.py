@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from embedsvc.models import Model
-from embedsvc.models.buffers import HostBuffer, Ids, Vectors
+from embedsvc.models.buffers import Ids, Vectors
 from embedsvc.models.cache import Cache
 from embedsvc.models.source import ModelFolder, load_tokenizer
 
@@ -157,7 +157,7 @@ def _ids(tokenizer: tokenizers.Tokenizer, texts: tuple[str, ...], length: int) -
 
 def _run(model: Model, rows: list[Ids]) -> Vectors:
     length = max(map(len, rows))
-    buffer = HostBuffer(len(rows) * length, len(rows), model.dim, model.pad_id)
+    buffer = model.allocate(len(rows) * length, len(rows))
     buffer.fill(rows, [0] * len(rows), length)
     model.forward(buffer, len(rows), length)
     return buffer.output
