@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -223,6 +224,28 @@ def test_neighbours_are_merged_where_a_batch_costs_more_than_padding() -> None:
     queue(policy, [5], [20], [60], [128])
 
     assert [batch.rows for batch in drain(policy)] == [4]
+
+
+def test_rows_ride_for_nothing_below_the_floor() -> None:
+    """Where a batch takes its least time anyway, other buckets join instead of going alone."""
+    cost = CostModel(1e-4, 1e-4, 1e-5, 0)
+    apart, together = (
+        make_policy(cost=replace(cost, floor=floor), max_batch_tokens=10_000)
+        for floor in (0.0, 1.0)
+    )
+    for policy in (apart, together):
+        queue(policy, *[[5]] * 3, *[[120]] * 3)
+
+    assert len(drain(apart)) == 2
+    assert len(drain(together)) == 1
+
+
+def test_a_model_whose_rows_cost_nothing_is_served() -> None:
+    """Free slots share rows only where rows cost something."""
+    policy = make_policy(cost=CostModel(1.0, 0, 0, 0))
+    queue(policy, [16] * 20)
+
+    assert [batch.rows for batch in drain(policy, free_slots=2)] == [20]
 
 
 def test_idle_slots_share_one_request() -> None:

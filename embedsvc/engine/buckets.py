@@ -88,7 +88,7 @@ class Buckets:
         self.full_rows = [limits.rows(width) for width in self._widths]
         self.rows = list(self.full_rows)
         shares = zip(self.row_s, self.full_rows, strict=True)
-        self._prices = [row_s + cost.c0 / rows for row_s, rows in shares]
+        self._prices = [cost.share(rows, row_s) for row_s, rows in shares]
         self.batch_s = max(map(mul, self.row_s, self.full_rows))
 
     def index(self, length: int) -> int:

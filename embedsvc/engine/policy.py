@@ -119,7 +119,7 @@ class Policy:
         urgent = lane.nearest_deadline()
         rows, row_s = self.buckets.rows[urgent.bucket], self.buckets.row_s[urgent.bucket]
         p95 = self._p95[width_class(self.buckets.edges[urgent.bucket])]
-        batch_s = p95 * (self.cost.c0 + rows * row_s)
+        batch_s = p95 * self.cost.batch(rows, row_s)
         if now + URGENT_BATCHES * batch_s >= urgent.request.deadline:
             return urgent
         return lane.least_tag()
@@ -135,13 +135,16 @@ class Policy:
         """
         held = [b for b, count in enumerate(self._waiting.counts) if count]
         best, start = [0.0], [0]
-        c0 = self.cost.c0
+        c0, floor = self.cost.c0, self.cost.floor
         for j, top in enumerate(held):
             cap, per_row = self.buckets.rows[top], self.buckets.row_s[top]
             least, least_i, rows = inf, j, 0
             for i in range(j, -1, -1):
                 rows += self._waiting.counts[held[i]]
-                price = best[i] + c0 * -(-rows // cap) + per_row * rows
+                batches = -(-rows // cap)
+                # `CostModel.batch`, for this many of them.
+                group_s = c0 * batches + per_row * rows
+                price = best[i] + (group_s if group_s > floor * batches else floor * batches)
                 if price < least:
                     least, least_i = price, i
             best.append(least)
@@ -160,8 +163,9 @@ class Policy:
             return now
         width, left = self.buckets.edges[high], due - now
         expected = rows + left / self._arrival_gap_s if self._arrival_gap_s > 0 else inf
-        late = (left + self.cost.c0) / expected + self.cost.row(width)
-        soon = self.cost.c0 / rows + self.cost.row(width)
+        row_s = self.cost.row(width)
+        late = left / expected + self.cost.share(expected, row_s)
+        soon = self.cost.share(rows, row_s)
         return due if late < soon else now
 
     def _share(self, low: int, high: int, free_slots: int) -> int:
@@ -173,7 +177,9 @@ class Policy:
         rows = sum(self._waiting.counts[low : high + 1])
         if free_slots < 2 or rows < self.n_waiting:
             return rows
-        worth_a_batch = max(1.0, 2 * self.cost.c0 / self.buckets.row_s[high])
+        row_s = self.buckets.row_s[high]
+        # Where rows are free, one batch takes them all.
+        worth_a_batch = max(1.0, 2 * self.cost.batch(0, row_s) / row_s) if row_s > 0 else inf
         parts = max(1, min(free_slots, int(rows / worth_a_batch)))
         return -(-rows // parts)
 
@@ -194,13 +200,15 @@ class Policy:
 
     def _fill(self, rows: list[Sequence], low: int, top: int) -> None:
         """Let whole shorter buckets ride where that costs less than a batch of their own."""
+        top_s = self.buckets.row_s[top]
         for bucket in range(low - 1, -1, -1):
             count = self._waiting.counts[bucket]
             if not count:
                 continue
             if count > self.buckets.rows[top] - len(rows):
                 return
-            own = self.cost.c0 + count * self.buckets.row_s[bucket]
-            if count * self.buckets.row_s[top] > own:
+            own = self.cost.batch(count, self.buckets.row_s[bucket])
+            with_them = self.cost.batch(len(rows) + count, top_s)
+            if with_them - self.cost.batch(len(rows), top_s) > own:
                 return
             rows.extend(self._waiting.take(bucket, count, self.buckets.batch_s))

@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from embedsvc.engine.buckets import MAX_EDGES, WIDTH_STEP, Limits
-from embedsvc.engine.cost import CostModel
+from embedsvc.engine.cost import CostModel, Floats
 from embedsvc.tuning.histogram import Counts
 
 # Longer models have more multiples of 8 than can be tried; the long tail is sampled.
 MAX_CANDIDATES = 256
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,11 +116,10 @@ def _row_price(
     share = total / float(traffic.counts.sum())
     rows = min(float(limits.rows(top)), max(1.0, traffic.rate * share * traffic.window_s))
     if traffic.static_shapes:
-        return cost.c0 / rows + cost.row(top)
+        return cost.share(rows, cost.row(top))
     # P(longest of b <= l) = P(one <= l)^b, widths rounded up as batches are.
     cumulative = np.cumsum(counts) / total
     longest = np.diff(cumulative**rows, prepend=0.0)
     lengths = np.arange(below + 1, below + 1 + len(counts))
     widths = np.minimum(-(-lengths // WIDTH_STEP) * WIDTH_STEP, limits.max_length)
-    row_s = cost.c1 + cost.c2 * widths + cost.c3 * widths**2
-    return cost.c0 / rows + float(longest @ row_s)
+    return float(longest @ cost.shares(rows, widths))
