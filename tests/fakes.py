@@ -160,6 +160,7 @@ class EngineRig:
         timeout_s: float = 60.0,
         priority: Priority = Priority.INTERACTIVE,
         first_id: int = 1,
+        key: Key = NO_KEY,
     ) -> Request:
         """Admit and submit a request."""
         now = self.engine._clock()
@@ -170,6 +171,7 @@ class EngineRig:
             arrival=now,
             priority=priority,
             first_id=first_id,
+            key=key,
         )
         self.engine.admission.reserve(len(rows), sum(lengths), bulk=False)
         self.engine.submit(request, rows)
