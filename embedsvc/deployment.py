@@ -13,18 +13,14 @@ from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
-from embedsvc.engine.buckets import WIDTH_STEP, Limits, first_edges
-from embedsvc.engine.calibrate import (
-    Calibration,
-    calibrate,
-    full_buffer,
-    run_once,
-)
+from embedsvc.engine.buckets import Limits, first_edges
+from embedsvc.engine.calibrate import Calibration, calibrate
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.device import Device
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Policy
+from embedsvc.engine.warm_up import warm_up
 from embedsvc.errors import ConfigError, InvalidRequest
 from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model, load_model
@@ -40,8 +36,6 @@ from embedsvc.tuning.refit import Refit
 log = logging.getLogger(__name__)
 
 CALIBRATION_LIMIT_S = 4.0
-# Texts up to this length are warmed up whatever the token budget.
-WARM_UP_TOKENS = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,7 +153,7 @@ def deploy(
     device = devices.get(model, version.backend, cache, key)
     engine_metrics = metrics.version(model_config.name, version.name)
     engine = _engine(model_config.name, version, model, device, cache, key, engine_metrics)
-    _warm_up(engine)
+    warm_up(model, device, engine.policy)
     if version.backend != "hash":
         check_golden(cast(CheckedModel, model), folder, cache)
     lengths = _shown_lengths(model.max_length, engine_metrics)
@@ -285,27 +279,3 @@ def _edges(buckets: list[int] | str, max_length: int) -> list[int]:
             f"batching.buckets: the last edge is {buckets[-1]}, over max_length {max_length}"
         )
     return sorted({*buckets, max_length})
-
-
-def _warm_up(engine: Engine) -> None:
-    """Run the shapes that traffic will have on every slot, so that no request pays for the first.
-
-    Each bucket's fullest batch, and batches of every size up to it: libraries keep kernels by the
-    number of tokens, and memory is steady once they are there.
-    """
-    limits = engine.policy.limits
-    longest = max(WARM_UP_TOKENS, limits.max_batch_tokens)
-    shapes = [(limits.rows(e), e) for e in engine.policy.buckets.edges if e <= longest]
-    shapes += [(n // WIDTH_STEP, WIDTH_STEP) for n in _sizes(limits.max_batch_tokens)]
-    for rows, length in shapes:
-        rows = min(rows, limits.max_batch_size)
-        buffers = [full_buffer(engine.model, rows, length) for _ in range(engine.device.slots)]
-        runs = [engine.device.submit(run_once, engine.model, b, rows, length) for b in buffers]
-        for run in runs:
-            run.result()
-
-
-def _sizes(most: int) -> list[int]:
-    """Return numbers of tokens, eight an octave, from 8 to `most`."""
-    steps = (round(WIDTH_STEP * 2 ** (k / 8)) for k in range(8 * 8))
-    return sorted({n for step in steps if (n := step // WIDTH_STEP * WIDTH_STEP) <= most})

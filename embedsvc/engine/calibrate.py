@@ -7,7 +7,8 @@ loaded server runs. Knows the model only through `forward`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
@@ -16,6 +17,7 @@ import numpy as np
 
 from embedsvc.engine.cost import CostModel, Observation, fit
 from embedsvc.engine.device import Device
+from embedsvc.errors import ConfigError, DeviceOutOfMemory
 from embedsvc.models import Model
 from embedsvc.models.buffers import HostBuffer
 
@@ -55,7 +57,7 @@ def calibrate(
     time_limit_s: float,
     clock: Callable[[], float] = perf_counter,
 ) -> Calibration:
-    """Measure batches of growing size until the rate stops growing or the time is up.
+    """Measure batches of growing size until the rate stops growing, memory or time is up.
 
     Args:
         model: loaded.
@@ -63,6 +65,9 @@ def calibrate(
         max_rows: row limit of a batch.
         time_limit_s: no new budget is started after it.
         clock: seconds.
+
+    Raises:
+        ConfigError: not even one row fits; names max_length.
     """
     began = clock()
     lengths = sorted({min(length, model.max_length) for length in LENGTHS})
@@ -71,7 +76,10 @@ def calibrate(
     best, budget = 0.0, SMALLEST_BUDGET
     while budget <= LARGEST_BUDGET and clock() - began < time_limit_s:
         shapes = [(min(budget // length, max_rows), length) for length in lengths]
-        seen = [_observe(model, device, rows, length, clock) for rows, length in shapes]
+        try:
+            seen = [_observe(model, device, rows, length, clock) for rows, length in shapes]
+        except DeviceOutOfMemory:
+            break
         observations += seen
         rate = fmean(o.rows * o.length / o.seconds for o in seen)
         rate_by_budget[budget] = rate
@@ -108,15 +116,47 @@ def run_once(
     return clock() - began
 
 
+def slot_buffers(model: Model, device: Device, rows: int, length: int) -> list[HostBuffer]:
+    """Return a full buffer for each slot."""
+    return [full_buffer(model, rows, length) for _ in range(device.slots)]
+
+
+def run_on_slots(
+    model: Model,
+    device: Device,
+    buffers: Sequence[HostBuffer],
+    rows: int,
+    length: int,
+    clock: Callable[[], float] = perf_counter,
+) -> list[float]:
+    """Run one shape on all slots at once and return the seconds of each.
+
+    Raises:
+        DeviceOutOfMemory: fewer rows may fit.
+        ConfigError: not even one row fits; names max_length.
+    """
+    runs = [device.submit(run_once, model, b, rows, length, clock) for b in buffers]
+    wait(runs)
+    try:
+        return [run.result() for run in runs]
+    except DeviceOutOfMemory as error:
+        if rows > 1:
+            raise
+        raise ConfigError(
+            f"max_length: one text of {length} tokens on each of the {device.slots} slots of "
+            f"{device.name} does not fit into its memory ({error}). Set max_length below {length}, "
+            "or fewer slots in [[devices]]."
+        ) from error
+
+
 def _observe(
     model: Model, device: Device, rows: int, length: int, clock: Callable[[], float]
 ) -> Observation:
     """Time one shape on all slots at once; the first call of a shape is not counted."""
-    buffers = [full_buffer(model, rows, length) for _ in range(device.slots)]
+    buffers = slot_buffers(model, device, rows, length)
     seconds: list[float] = []
     for attempt in range(4):
-        runs = [device.submit(run_once, model, b, rows, length, clock) for b in buffers]
-        took = [run.result() for run in runs]
+        took = run_on_slots(model, device, buffers, rows, length, clock)
         slow = fmean(took) > SLOW_BATCH_S
         if attempt or slow:
             seconds += took
@@ -157,9 +197,8 @@ def batch_rate(model: Model, device: Device, seconds: float) -> float:
     """Return tokens per second over batches of a mid-sized shape on all slots."""
     length = min(64, model.max_length)
     rows = max(1, 512 // length)
-    buffers = [full_buffer(model, rows, length) for _ in range(device.slots)]
-    for run in [device.submit(run_once, model, b, rows, length) for b in buffers]:
-        run.result()
+    buffers = slot_buffers(model, device, rows, length)
+    run_on_slots(model, device, buffers, rows, length)
 
     def repeat(buffer: HostBuffer) -> int:
         n = 0
