@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -246,6 +247,40 @@ def test_a_model_whose_rows_cost_nothing_is_served() -> None:
     queue(policy, [16] * 20)
 
     assert [batch.rows for batch in drain(policy, free_slots=2)] == [20]
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Yield every way to cut a list into neighbouring groups."""
+    for cuts in itertools.product([False, True], repeat=max(0, len(items) - 1)):
+        groups = [[items[0]]]
+        for item, cut in zip(items[1:], cuts, strict=True):
+            groups.append([item]) if cut else groups[-1].append(item)
+        yield groups
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=8, max_size=8).filter(any),
+    st.floats(0, 2),
+    st.floats(0, 0.1),
+    st.floats(0, 3),
+)
+def test_the_queue_is_partitioned_at_least_cost(
+    counts: list[int], c0: float, c1: float, floor: float
+) -> None:
+    """Law: with room for all rows, serving the whole queue costs what the best partition of the
+    buckets into neighbouring groups costs, found by trying all."""
+    cost = CostModel(c0, c1, 0.01, 0.0001, floor)
+    edges = list(range(8, 72, 8))
+    policy = make_policy(64, 100_000, 1000, cost, edges)
+    queue(policy, *([edge] for edge, n in zip(edges, counts, strict=True) for _ in range(n)))
+
+    held = [bucket for bucket, n in enumerate(counts) if n]
+    best = min(
+        sum(cost(sum(counts[b] for b in group), edges[group[-1]]) for group in groups)
+        for groups in partitions(held)
+    )
+
+    assert sum(batch.predicted_s for batch in drain(policy)) == pytest.approx(best)
 
 
 def test_idle_slots_share_one_request() -> None:

@@ -128,26 +128,33 @@ class Policy:
         """Return the first and last bucket of the leader's group in the cheapest partition.
 
         `best[j]` is the least cost of serving all buckets up to the j-th; the last group of that
-        prefix starts at `start[j]`. O(n²) in the number of buckets that hold rows.
+        prefix starts at `start[j]`. `alone[j]` is the price of the prefix's rows without that of
+        their batches: once a group is dearer than another even after rows at that price, it stays
+        so however wide it gets. O(n²) in the number n of buckets that hold rows, mostly near O(n).
 
         Source: the batch partition of TurboTransformers (Fang et al., PPoPP 2021), on buckets
         instead of single rows.
         """
         held = [b for b, count in enumerate(self._waiting.counts) if count]
-        best, start = [0.0], [0]
+        counts = [self._waiting.counts[b] for b in held]
+        best, alone, start = [0.0], [0.0], [0]
         c0, floor = self.cost.c0, self.cost.floor
         for j, top in enumerate(held):
             cap, per_row = self.buckets.rows[top], self.buckets.row_s[top]
             least, least_i, rows = inf, j, 0
             for i in range(j, -1, -1):
-                rows += self._waiting.counts[held[i]]
+                rows += counts[i]
+                rows_s = per_row * rows
+                if alone[i] + rows_s >= least:
+                    break
                 batches = -(-rows // cap)
                 # `CostModel.batch`, for this many of them.
-                group_s = c0 * batches + per_row * rows
+                group_s = c0 * batches + rows_s
                 price = best[i] + (group_s if group_s > floor * batches else floor * batches)
                 if price < least:
                     least, least_i = price, i
             best.append(least)
+            alone.append(alone[j] + per_row * counts[j])
             start.append(least_i)
         j = len(held)
         while held[start[j]] > leader_bucket:
