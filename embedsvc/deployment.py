@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.buckets import Limits, first_edges
-from embedsvc.engine.calibrate import Calibration, calibrate
-from embedsvc.engine.cost import CostModel
+from embedsvc.engine.calibrate import Calibration
 from embedsvc.engine.device import Device
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
+from embedsvc.engine.measured import measure
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.warm_up import warm_up
 from embedsvc.errors import ConfigError, InvalidRequest
@@ -26,7 +26,6 @@ from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model, load_model
 from embedsvc.models.buffers import BufferPool
 from embedsvc.models.cache import Cache
-from embedsvc.models.host import usable_cores
 from embedsvc.models.source import ModelFolder, resolve
 from embedsvc.models.verify import CheckedModel, check_golden
 from embedsvc.tokenization import Tokenizer
@@ -34,8 +33,6 @@ from embedsvc.tuning.histogram import LengthHistogram
 from embedsvc.tuning.refit import Refit
 
 log = logging.getLogger(__name__)
-
-CALIBRATION_LIMIT_S = 4.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +44,7 @@ class Deployment:
     folder: ModelFolder
     tokenizer: Tokenizer
     engine: Engine
+    calibration: Calibration
     metrics: VersionMetrics
     lengths: LengthHistogram
     refit: Refit | None
@@ -100,8 +98,7 @@ class Deployment:
 
     def info(self) -> dict[str, Any]:
         """Return what a user may want to know, in plain JSON types."""
-        engine, cost = self.engine, self.engine.policy.cost
-        limits = engine.policy.limits
+        engine, limits = self.engine, self.engine.policy.limits
         return {
             "id": self.config.name,
             "aliases": self.config.aliases,
@@ -121,7 +118,8 @@ class Deployment:
             "truncate": self.settings.truncate,
             "prompts": sorted(self.prompts),
             "matryoshka_dims": self.settings.matryoshka_dims,
-            "cost": {"c0": cost.c0, "c1": cost.c1, "c2": cost.c2, "c3": cost.c3},
+            "cost": asdict(self.calibration.cost),
+            "cost_error": self.calibration.held_out_error,
             "queue": {
                 "sequences": engine.admission.sequences,
                 "tokens": engine.admission.tokens,
@@ -149,10 +147,9 @@ def deploy(
     began = time.perf_counter()
     cache = Cache(config.server.cache_dir)
     folder, tokenizer, model = load(version, f"{where}.source", cache)
-    key = _measurement_key(folder, model)
-    device = devices.get(model, version.backend, cache, key)
+    device, found = measure(model, folder, version, devices, cache)
     engine_metrics = metrics.version(model_config.name, version.name)
-    engine = _engine(model_config.name, version, model, device, cache, key, engine_metrics)
+    engine = _engine(model_config.name, version, model, device, found, engine_metrics)
     warm_up(model, device, engine.policy)
     if version.backend != "hash":
         check_golden(cast(CheckedModel, model), folder, cache)
@@ -164,6 +161,7 @@ def deploy(
         folder=folder,
         tokenizer=tokenizer,
         engine=engine,
+        calibration=found,
         metrics=engine_metrics,
         lengths=lengths,
         refit=_refit(version, lengths, engine.policy),
@@ -197,62 +195,20 @@ def _refit(version: VersionConfig, lengths: LengthHistogram, policy: Policy) -> 
     return Refit(lengths, policy.buckets.edges, policy.cost, policy.limits)
 
 
-def _measurement_key(folder: ModelFolder, model: Model) -> dict[str, Any]:
-    """What a measurement depends on: another machine, precision or release measures again."""
-    from importlib.metadata import version
-
-    return {
-        "weights": folder.weights_id,
-        "device": model.device,
-        "dtype": model.dtype,
-        "cores": usable_cores(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
-
-
-def _calibration(
-    model: Model, device: Device, max_rows: int, cache: Cache, key: dict[str, Any]
-) -> Calibration:
-    key = {
-        "kind": "calibration",
-        "slots": device.slots,
-        "threads": device.threads_per_slot,
-        "max_length": model.max_length,
-        "max_rows": max_rows,
-        **key,
-    }
-    stored = cache.get(key)
-    if stored is not None:
-        return Calibration(CostModel(*stored["cost"]), int(stored["max_batch_tokens"]))
-    found = calibrate(model, device, max_rows, CALIBRATION_LIMIT_S)
-    cost = found.cost
-    cache.put(
-        key,
-        {
-            "cost": [cost.c0, cost.c1, cost.c2, cost.c3],
-            "max_batch_tokens": found.max_batch_tokens,
-        },
-    )
-    log.info("cost fitted %s max_batch_tokens=%d", cost, found.max_batch_tokens)
-    return found
-
-
 def _engine(
     name: str,
     version: VersionConfig,
     model: Model,
     device: Device,
-    cache: Cache,
-    key: dict[str, Any],
+    found: Calibration,
     metrics: VersionMetrics,
 ) -> Engine:
+    metrics.cost_is(asdict(found.cost))
     batching = version.batching
-    calibration = _calibration(model, device, batching.max_batch_size, cache, key)
     budget = batching.max_batch_tokens
     limits = Limits(
         max_length=model.max_length,
-        max_batch_tokens=calibration.max_batch_tokens if budget == "auto" else budget,
+        max_batch_tokens=found.max_batch_tokens if budget == "auto" else budget,
         max_batch_size=batching.max_batch_size,
         max_batch_delay_s=batching.max_batch_delay_ms / 1000,
         max_age_s=batching.max_age_s,
@@ -264,7 +220,7 @@ def _engine(
         name,
         model,
         device,
-        Policy(edges, calibration.cost, limits),
+        Policy(edges, found.cost, limits),
         BufferPool(partial(model.allocate, capacity, limits.max_batch_size), device.slots),
         Admission(batching.max_queue_sequences, batching.max_queue_tokens),
         metrics,

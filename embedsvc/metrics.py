@@ -7,7 +7,7 @@ Labels come from the configuration or from fixed classes, never from requests.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -142,6 +142,12 @@ class _VersionFamilies:
             "batch_memory_share",
             "Least share of a full batch that the device's memory allows now; 1 is all.",
         )
+        self.cost = self._gauge(
+            "cost_seconds",
+            "Fitted cost: seconds of a batch (c0), a row (c1), a padded token (c2), a padded token "
+            "squared (c3), and of any batch at least (floor).",
+            "term",
+        )
         self.cost_correction = self._gauge(
             "cost_correction",
             "Measured over predicted time of recent batches, by padded width.",
@@ -220,6 +226,11 @@ class VersionMetrics:
         self.queue = {
             name: families.queue.labels(model, version, name) for name in LENGTH_CLASS_NAMES
         }
+
+    def cost_is(self, seconds: Mapping[str, float]) -> None:
+        """Show the terms of the fitted cost model."""
+        for term, value in seconds.items():
+            self._families.cost.labels(*self._labels, term).set(value)
 
     def gauges_from(
         self,

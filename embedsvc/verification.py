@@ -1,4 +1,4 @@
-"""What `embedsvc check` does beyond the file: load every model and look at its vectors.
+"""What `embedsvc check` does beyond the file: load every model, look at its vectors and its cost.
 
 Golden vectors lie beside the other cached measurements, so that an upgrade of a library that moves
 vectors is noticed before an index is filled with two kinds. Runs on the calling thread.
@@ -9,32 +9,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from embedsvc.config import Config
+from embedsvc.config import Config, VersionConfig
 from embedsvc.deployment import load
+from embedsvc.engine.calibrate import Calibration
+from embedsvc.engine.devices import Devices
+from embedsvc.engine.measured import measure
 from embedsvc.models.cache import Cache
 from embedsvc.models.verify import CheckedModel, GoldenResult, check_golden
 
 
 def verify(config: Config) -> Iterator[tuple[bool, str]]:
-    """Load each model in turn; yield whether its vectors are as before, and a line that says so.
+    """Load each model in turn; yield lines about it, each with whether all is as it should be.
 
     Raises:
         StartError: a model cannot be loaded.
     """
-    cache = Cache(config.server.cache_dir)
-    for index, model_config in enumerate(config.models):
-        version = model_config.versions[0]
-        where = f"models[{index}].versions[0].source"
-        folder, _, model = load(version, where, cache)
-        try:
-            name = f"{model_config.name}: {model.dim} dimensions, {model.device}, {model.dtype}"
-            if version.backend == "hash":
-                yield True, f"{name}; the hash backend has no vectors to verify"
-                continue
-            result = check_golden(cast(CheckedModel, model), folder, cache)
-            yield result.status != "moved", f"{name}; {_in_words(result)}"
-        finally:
-            model.close()
+    cache, devices = Cache(config.server.cache_dir), Devices(config)
+    try:
+        for index, model in enumerate(config.models):
+            where = f"models[{index}].versions[0].source"
+            yield from _verify(model.name, model.versions[0], where, cache, devices)
+    finally:
+        devices.close()
+
+
+def _verify(
+    name: str, version: VersionConfig, where: str, cache: Cache, devices: Devices
+) -> Iterator[tuple[bool, str]]:
+    folder, _, model = load(version, where, cache)
+    try:
+        what = f"{name}: {model.dim} dimensions, {model.device}, {model.dtype}"
+        if version.backend == "hash":
+            yield True, f"{what}; the hash backend has no vectors to verify"
+            return
+        result = check_golden(cast(CheckedModel, model), folder, cache)
+        yield result.status != "moved", f"{what}; {_in_words(result)}"
+        device, found = measure(model, folder, version, devices, cache)
+        yield True, f"{name}: {in_units(found, device.slots, device.threads_per_slot)}"
+    finally:
+        model.close()
 
 
 def _in_words(result: GoldenResult) -> str:
@@ -50,6 +63,19 @@ def _in_words(result: GoldenResult) -> str:
             )
         case "unavailable":
             return "golden vectors could not be stored: server.cache_dir cannot be written"
+
+
+def in_units(found: Calibration, slots: int, threads_per_slot: int) -> str:
+    """Return a calibration in units that can be read."""
+    cost, error = found.cost, found.held_out_error
+    floor = f", at least {cost.floor * 1e3:.3g} ms" if cost.floor > 0 else ""
+    judged = "" if error is None else f"; median error {error:.1%} on shapes not fitted"
+    return (
+        f"{cost.c0 * 1e3:.3g} ms a batch, {cost.c1 * 1e6:.3g} µs a row, {cost.c2 * 1e6:.3g} µs a "
+        f"token, {cost.c3 * 1e9:.3g} ns a token squared{floor}{judged}; "
+        f"max_batch_tokens {found.max_batch_tokens}, slots {slots}, "
+        f"threads per slot {threads_per_slot}"
+    )
 
 
 def _versions(numbers: dict[str, str]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from embedsvc.engine.calibrate import best_division, calibrate, divisions
 from embedsvc.engine.cost import CostModel
 from embedsvc.engine.device import Device
+from embedsvc.engine.measured import calibration
 from embedsvc.models.buffers import HostBuffer
+from embedsvc.models.cache import Cache
 from tests.fakes import SumModel
 
 TRUE = CostModel(5e-3, 1e-4, 1e-4, 1e-7)
@@ -26,12 +29,40 @@ class ClockModel(SumModel):
 
     def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         """Take virtual time."""
+        super().forward(buffer, rows, length)
         slower = 1.3 if rows * length > self.spill_tokens else 1.0
         self.now += slower * self.true(rows, length)
 
     def clock(self) -> float:
         """Return the virtual time."""
         return self.now
+
+
+@dataclass
+class FirstSlowModel(ClockModel):
+    """The first batch of a shape takes half a second longer."""
+
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
+        """Take virtual time."""
+        super().forward(buffer, rows, length)
+        self.now += 0.0 if (rows, length) in self.seen else 0.5
+        self.seen.add((rows, length))
+
+
+@dataclass
+class SlowSpellModel(ClockModel):
+    """Some batches, one after the other, take ten times as long."""
+
+    SPELL = range(20, 24)
+
+    def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
+        """Take virtual time."""
+        slow = len(self.batches) in self.SPELL
+        began = self.now
+        super().forward(buffer, rows, length)
+        self.now += 9 * (self.now - began) if slow else 0.0
 
 
 @pytest.fixture
@@ -50,6 +81,60 @@ def test_the_true_cost_is_found(device: Device) -> None:
 
     for rows, length in [(3, 24), (50, 8), (7, 100)]:
         assert cost(rows, length) == pytest.approx(model.true(rows, length), rel=0.05)
+
+
+def test_the_fit_is_judged_by_shapes_it_has_not_seen(device: Device) -> None:
+    """A device as the model says has no held-out error; one that is not has some."""
+    like, unlike = ClockModel(), ClockModel(spill_tokens=100)
+
+    right, wrong = (
+        calibrate(model, device, 256, time_limit_s=60, clock=model.clock)
+        for model in (like, unlike)
+    )
+
+    assert right.held_out_error == pytest.approx(0, abs=1e-6)
+    assert wrong.held_out_error is not None
+    assert wrong.held_out_error > 0.01
+
+
+def test_a_model_of_short_texts_has_nothing_to_be_judged_by(device: Device) -> None:
+    """Every shape that is held out must be one the model takes."""
+    model = ClockModel(max_length=16)
+
+    found = calibrate(model, device, 256, time_limit_s=60, clock=model.clock)
+
+    assert found.held_out_error is None
+
+
+def test_first_calls_do_not_count(device: Device) -> None:
+    """What a shape's first batch takes longer, to compile its kernels, is not its cost."""
+    model = FirstSlowModel()
+
+    cost = calibrate(model, device, 256, time_limit_s=600, clock=model.clock).cost
+
+    assert cost(3, 24) == pytest.approx(TRUE(3, 24), rel=0.05)
+
+
+def test_a_machine_that_changes_its_speed_does_so_for_all_shapes(device: Device) -> None:
+    """Shapes are timed in turns, so that one slow spell makes no shape look dear."""
+    model = SlowSpellModel()
+
+    cost = calibrate(model, device, 256, time_limit_s=60, clock=model.clock).cost
+
+    assert cost(3, 24) == pytest.approx(TRUE(3, 24), rel=1e-6)
+
+
+def test_the_measurement_is_kept(device: Device, tmp_path: Path) -> None:
+    """A second start with the same key measures nothing and finds the same."""
+    model = SumModel()
+    first = calibration(model, device, 16, Cache(tmp_path), {"weights": "a"})
+    n_batches = len(model.batches)
+
+    second = calibration(model, device, 16, Cache(tmp_path), {"weights": "a"})
+
+    assert (second, len(model.batches)) == (first, n_batches)
+    calibration(model, device, 16, Cache(tmp_path), {"weights": "b"})
+    assert len(model.batches) > n_batches
 
 
 def test_the_budget_is_the_smallest_close_to_the_best(device: Device) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embedsvc.models.host import native_bf16, set_native_memory, usable_cores
+from embedsvc.models.host import native_bf16, processor, set_native_memory, usable_cores
 
 
 def _cores(tmp_path: Path, membership: str, files: dict[str, str], allowed: int = 8) -> int:
@@ -97,6 +97,15 @@ def test_native_bf16(cpuinfo: str, expected: bool, tmp_path: Path) -> None:
     path.write_text(cpuinfo)
 
     assert native_bf16(path) is expected
+
+
+def test_the_processor_has_a_name_where_the_system_tells(tmp_path: Path) -> None:
+    """Measurements of one processor are not taken for those of another."""
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9B14\nprocessor\t: 1\n")
+
+    assert processor(path) == "AMD EPYC 9B14"
+    assert processor(tmp_path / "absent") == ""
 
 
 def test_native_bf16_without_cpuinfo(tmp_path: Path) -> None:

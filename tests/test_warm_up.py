@@ -83,5 +83,5 @@ def test_the_measurement_stops_where_memory_ends(device: Device) -> None:
 
 def test_a_measurement_of_a_text_that_does_not_fit_stops_the_start(device: Device) -> None:
     """Found while single rows are timed."""
-    with pytest.raises(ConfigError, match="max_length: one text of 64 tokens"):
+    with pytest.raises(ConfigError, match="max_length: one text of 48 tokens"):
         calibrate(FewTokens(fits=20), device, 256, 60)

@@ -1,4 +1,4 @@
-"""Measurements at start: batch cost, token budget, slots and threads of a CPU.
+"""Measurements at start: batch cost, its held-out error, token budget, slots and threads of a CPU.
 
 Runs before requests are accepted. All slots run the same shape at once, because that is how a
 loaded server runs. Knows the model only through `forward`.
@@ -7,9 +7,11 @@ loaded server runs. Knows the model only through `forward`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean, median
 from time import perf_counter
 
@@ -23,11 +25,20 @@ from embedsvc.models.buffers import HostBuffer
 
 log = logging.getLogger(__name__)
 
+Shape = tuple[int, int]
+
 # A budget is large enough when it reaches this share of the best measured rate.
 GOOD_RATE = 0.97
 # The smallest budget holds some rows of every measured length: a busy machine at the first start
 # must not leave a budget that no later start corrects.
-LENGTHS = (16, 64, 128)
+LENGTHS = (16, 48, 128, 256)
+# Light traffic makes batches of few rows, which no budget measures.
+FEW_ROWS = (1, 4)
+# Shapes (rows, length) that the fit is judged by, between those it is made from.
+HELD_OUT = ((1, 24), (2, 80), (3, 32), (2, 200), (6, 40), (12, 24))
+HELD_OUT_SHARE = 0.25
+# Calls of a shape that count, after the first.
+ROUNDS = 3
 SMALLEST_BUDGET, LARGEST_BUDGET = 512, 65_536
 # Another division into slots and threads must be this much faster, in two rounds.
 BETTER_DIVISION = 1.10
@@ -44,10 +55,13 @@ class Calibration:
     Attributes:
         cost: predicted seconds of a batch while all slots are busy.
         max_batch_tokens: smallest budget close to the best rate, in padded tokens.
+        held_out_error: median of |predicted / measured - 1| over shapes that were not fitted; None
+            where the model is too short to have any.
     """
 
     cost: CostModel
     max_batch_tokens: int
+    held_out_error: float | None
 
 
 def calibrate(
@@ -69,16 +83,16 @@ def calibrate(
     Raises:
         ConfigError: not even one row fits; names max_length.
     """
-    began = clock()
+    until = clock() + time_limit_s
     lengths = sorted({min(length, model.max_length) for length in LENGTHS})
-    observations = [_observe(model, device, 1, length, clock) for length in lengths]
+    few = [(min(rows, max_rows), length) for rows in FEW_ROWS for length in lengths]
+    observations = _observe(model, device, few, clock, until)
     rate_by_budget: dict[int, float] = {}
     best, budget = 0.0, SMALLEST_BUDGET
-    while budget <= LARGEST_BUDGET and clock() - began < time_limit_s:
-        shapes = [(min(budget // length, max_rows), length) for length in lengths]
-        try:
-            seen = [_observe(model, device, rows, length, clock) for rows, length in shapes]
-        except DeviceOutOfMemory:
+    while budget <= LARGEST_BUDGET and clock() < until:
+        shapes = {(min(budget // length, max_rows), length) for length in lengths}
+        seen = _observe(model, device, sorted(shapes), clock)
+        if len(seen) < len(shapes):
             break
         observations += seen
         rate = fmean(o.rows * o.length / o.seconds for o in seen)
@@ -86,7 +100,15 @@ def calibrate(
         if rate < GROWTH * best:
             break
         best, budget = max(best, rate), budget * 2
-    return Calibration(fit(observations), _smallest_good(rate_by_budget))
+    cost = fit(observations, floor=model.device != "cpu")
+    held_out = [(min(r, max_rows), length) for r, length in HELD_OUT if length < model.max_length]
+    judged = _observe(model, device, held_out, clock, clock() + HELD_OUT_SHARE * time_limit_s)
+    return Calibration(cost, _smallest_good(rate_by_budget), _median_error(cost, judged))
+
+
+def _median_error(cost: CostModel, observations: list[Observation]) -> float | None:
+    errors = [abs(cost(o.rows, o.length) / o.seconds - 1) for o in observations]
+    return median(errors) if errors else None
 
 
 def _smallest_good(rate_by_budget: dict[int, float]) -> int:
@@ -150,19 +172,41 @@ def run_on_slots(
 
 
 def _observe(
-    model: Model, device: Device, rows: int, length: int, clock: Callable[[], float]
-) -> Observation:
-    """Time one shape on all slots at once; the first call of a shape is not counted."""
-    buffers = slot_buffers(model, device, rows, length)
-    seconds: list[float] = []
-    for attempt in range(4):
-        took = run_on_slots(model, device, buffers, rows, length, clock)
-        slow = fmean(took) > SLOW_BATCH_S
-        if attempt or slow:
-            seconds += took
-        if slow:
+    model: Model,
+    device: Device,
+    shapes: Iterable[Shape],
+    clock: Callable[[], float],
+    until: float = inf,
+) -> list[Observation]:
+    """Time shapes on all slots at once; leave out those that do not fit into the device's memory.
+
+    In turns, so that a machine that changes its speed does so for all of them. The first call of a
+    shape is not counted unless it is so slow that it stays the only one.
+
+    Args:
+        model: loaded.
+        device: idle.
+        shapes: rows and length of each.
+        clock: seconds.
+        until: no shape is begun after it but the first.
+
+    Raises:
+        ConfigError: not even one row fits; names max_length.
+    """
+    buffers: dict[Shape, list[HostBuffer]] = {}
+    seconds: dict[Shape, list[float]] = {}
+    for shape in dict.fromkeys(shapes):
+        if seconds and clock() >= until:
             break
-    return Observation(rows, length, max(median(seconds), 1e-7))
+        buffers[shape] = slot_buffers(model, device, *shape)
+        with suppress(DeviceOutOfMemory):
+            first = run_on_slots(model, device, buffers[shape], *shape, clock)
+            seconds[shape] = first if fmean(first) > SLOW_BATCH_S else []
+    for _ in range(ROUNDS):
+        for shape, counted in seconds.items():
+            if not counted or fmean(counted) <= SLOW_BATCH_S:
+                counted += run_on_slots(model, device, buffers[shape], *shape, clock)
+    return [Observation(*shape, max(median(counted), 1e-7)) for shape, counted in seconds.items()]
 
 
 def divisions(cores: int) -> list[tuple[int, int]]:

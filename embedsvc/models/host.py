@@ -71,6 +71,12 @@ def native_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return False
 
 
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name; empty where the system does not tell."""
+    named = (line.partition(":") for line in _lines(cpuinfo))
+    return next((value.strip() for name, _, value in named if name.strip() == "model name"), "")
+
+
 def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
