@@ -17,11 +17,11 @@ from msgspec import Struct
 
 from embedsvc.engine.admission import promised_s
 from embedsvc.engine.buckets import Limits
-from embedsvc.engine.cost import CostModel
+from embedsvc.engine.cost import CostModel, Floats
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Sequence
 from embedsvc.tuning.histogram import Counts
-from embedsvc.tuning.simulate import Outcome, closed_loop, poisson, replay
+from embedsvc.tuning.simulate import Arrival, Outcome, closed_loop, poisson, replay
 
 # Texts up to this many tokens are short: the first of the metrics' length classes.
 SHORT_TOKENS = 32
@@ -119,21 +119,26 @@ def predict(
         overhead_s: seconds of a request outside queue and device: HTTP and tokenizing.
         seed: of lengths and times.
     """
-    chooser = Admitting(plan, cost, timeout_s)
-    arrivals = poisson(draw(lengths, n_texts, seed), rate, seed, timeout_s)
-    outcome = replay(arrivals, chooser, plan.slots, cost)
-    seconds = max(outcome.end, n_texts / rate)
-    return _point(outcome, rate, seconds, chooser.n_rejected, slo_s, overhead_s)
+    arrivals = list(poisson(draw(lengths, n_texts, seed), rate, seed, timeout_s))
+    return predict_arrivals(
+        arrivals, cost, plan, rate, timeout_s, slo_s=slo_s, overhead_s=overhead_s
+    )
 
 
-def _point(
-    outcome: Outcome,
+def predict_arrivals(
+    arrivals: Seq[Arrival],
+    cost: CostModel,
+    plan: Plan,
     rate: float,
-    seconds: float,
-    n_rejected: int,
-    slo_s: float,
-    overhead_s: float,
+    timeout_s: float = inf,
+    *,
+    slo_s: float = inf,
+    overhead_s: float = 0.0,
 ) -> Point:
+    """Return what happens to single texts that arrive at known times; arguments as of `predict`."""
+    chooser = Admitting(plan, cost, timeout_s)
+    outcome = replay(arrivals, chooser, plan.slots, cost)
+    seconds = max(outcome.end, arrivals[-1].at)
     waits = np.array([text.latency_s for text in outcome.served]) + overhead_s
     short = waits[[text.length <= SHORT_TOKENS for text in outcome.served]]
     return Point(
@@ -142,11 +147,11 @@ def _point(
         good_per_s=float(np.count_nonzero(waits <= slo_s)) / seconds,
         mean_rows=_mean_rows(outcome),
         padding=outcome.padding,
-        p50_s=_quantile(waits, 0.5),
-        p99_s=_quantile(waits, 0.99),
-        short_p99_s=_quantile(short, 0.99),
-        n_rejected=n_rejected,
-        n_timed_out=outcome.n_expired - n_rejected,
+        p50_s=quantile(waits, 0.5),
+        p99_s=quantile(waits, 0.99),
+        short_p99_s=quantile(short, 0.99),
+        n_rejected=chooser.n_rejected,
+        n_timed_out=outcome.n_expired - chooser.n_rejected,
     )
 
 
@@ -154,8 +159,9 @@ def _mean_rows(outcome: Outcome) -> float:
     return float(np.mean([rows for rows, _, _ in outcome.batches])) if outcome.batches else 0.0
 
 
-def _quantile(waits: np.ndarray[tuple[int], np.dtype[np.float64]], q: float) -> float | None:
-    return float(np.quantile(waits, q)) if len(waits) else None
+def quantile(seconds: Floats, q: float) -> float | None:
+    """Return a quantile, as a `Point` has it."""
+    return float(np.quantile(seconds, q)) if len(seconds) else None
 
 
 def saturation(
