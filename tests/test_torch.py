@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,9 @@ import transformers
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from embedsvc.errors import ModelError
+from embedsvc.errors import DeviceOutOfMemory, ModelError
 from embedsvc.models import precision, verify
 from embedsvc.models.buffers import Vectors
 from embedsvc.models.cache import Cache
@@ -372,6 +373,43 @@ def test_unknown_device_is_refused(name: str) -> None:
     """A device that is not there is refused by name."""
     with pytest.raises(ModelError, match=f"device `{name}`"):
         choose_device(name)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def fill_memory(module: object, inputs: object) -> None:
+    """Ask for more than there is."""
+    torch.empty(1 << 60)
+
+
+def fail_in_a_library(module: object, inputs: object) -> None:
+    """Fail as torch does when C++ code under it has no memory."""
+    raise RuntimeError("std::bad_alloc")
+
+
+def fail_otherwise(module: object, inputs: object) -> None:
+    """Fail for another reason."""
+    raise RuntimeError("a wrong shape")
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [
+        (fill_memory, DeviceOutOfMemory),
+        (fail_in_a_library, DeviceOutOfMemory),
+        (fail_otherwise, RuntimeError),
+    ],
+)
+def test_a_cpu_without_memory_says_so(
+    tmp_path: Path, fail: Callable[[object, object], None], kind: type[Exception]
+) -> None:
+    """What torch only tells by its words reaches the engine as what it is, and nothing else."""
+    tiny.save_folder(tmp_path, "bert", _mean())
+    model, folder = tiny.load(tmp_path / "folder", tmp_path)
+
+    with register_module_forward_pre_hook(fail), pytest.raises(kind):
+        tiny.embed(model, folder, ["ab"])
 
 
 # --- threads -------------------------------------------------------------------------------------

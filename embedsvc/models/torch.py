@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 # Weights above this are not self-checked: the float32 forward would delay the start for minutes.
 MAX_SELF_CHECK_BYTES = 1 << 30
 
+# How torch words a CPU without memory: its allocator's failure, and that of the libraries it calls.
+_CPU_OUT_OF_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")
+
 
 class _Thread(threading.local):
     """What was set for the calling thread."""
@@ -158,8 +161,10 @@ class TorchModel(InProcess):
         prepare_thread()
         try:
             self._forward(buffer, rows, length)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise DeviceOutOfMemory(str(error)) from error
+        except (RuntimeError, MemoryError) as error:
+            if _is_out_of_memory(error):
+                raise DeviceOutOfMemory(str(error)) from error
+            raise
 
     def _forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         with torch.inference_mode():
@@ -253,6 +258,13 @@ class TorchModel(InProcess):
     def _probe(self) -> Vectors:
         tokenizer = load_tokenizer(self._folder)
         return verify.probe(self, tokenizer, long_text_tokens=verify.MAX_PROBE_TOKENS)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Say whether a device had no memory; on a CPU torch tells it only by the words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(words in str(error) for words in _CPU_OUT_OF_MEMORY)
 
 
 def choose_device(name: str) -> torch.device:
