@@ -101,7 +101,7 @@ class Service:
         await asyncio.to_thread(self._devices.close)
         for engine in engines:
             engine.model.close()
-        self._tokenizers.close()
+        await self._tokenizers.close()
 
     @property
     def state(self) -> State:

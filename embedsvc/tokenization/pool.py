@@ -80,10 +80,10 @@ class TokenizerPool:
             encoded += result
         return encoded
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Wait for running work and end the threads; calls under way get `NotReady`."""
         self._closed = True
-        self._executor.shutdown()
+        await asyncio.to_thread(self._executor.shutdown)
 
 
 def _weight(text: str) -> int:
