@@ -23,6 +23,7 @@ from tests.http_fakes import (
     error_of,
 )
 from tests.http_real import RealService, config_of
+from tests.http_wire import Site
 
 pytest_plugins = ["tests.http_fixtures"]
 
@@ -112,6 +113,28 @@ async def test_readiness_is_red_while_draining(service: FakeService) -> None:
     assert response.status_code == 503
     assert response.json() == {"state": "stopping"}
     assert served.status_code == 200
+
+
+async def test_what_can_be_got_can_be_asked_for_by_its_head_alone(
+    site: Site, service: FakeService
+) -> None:
+    """Load balancers do; they get the answer without its body, on a connection that is kept."""
+    paths = {
+        route.path_format.replace("{model_id}", MODEL)
+        for route in app_of(service).routes
+        if "GET" in (route.methods or ())
+    }
+    wire = await site.connect()
+    for path in sorted(paths):
+        wire.send(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
+        wire.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")
+        reply = await wire.reply()
+
+        assert head.startswith(f"HTTP/1.1 {reply.status} ")
+        assert f"content-type: {reply.headers['content-type']}" in head
+        assert reply.status == 200
+    assert {"/health/ready", "/v1/models", "/metrics", "/info"} <= paths
 
 
 async def test_metrics_and_info_are_shown(client: httpx.AsyncClient) -> None:

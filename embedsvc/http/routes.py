@@ -6,12 +6,14 @@ Ordinary Litestar handlers; the service comes from the app that they belong to.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get, post
+from litestar import Request, Response, post, route
 from litestar.datastructures import State
 from litestar.di import NamedDependency
+from litestar.enums import HttpMethod
 from litestar.exceptions import HTTPException
 from litestar.params import FromPath, SkipValidation
 from litestar.types import HTTPScope
@@ -42,6 +44,9 @@ AnyRequest = Request[Any, Any, State]
 # Not validated: tests put a fake in its place.
 ServiceOfApp = NamedDependency[SkipValidation[Service]]
 
+# Load balancers ask for the head alone.
+readable = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
+
 _TOKENIZE_DECODER = msgspec.json.Decoder(TokenizeRequest)
 # Where an error leaves its reason in the state of a request's scope.
 _REASON = "embedsvc.reason"
@@ -52,14 +57,14 @@ _ERROR_OF_STATUS: dict[int, type[RequestError]] = {
 }
 
 
-@get("/v1/models")
+@readable("/v1/models")
 async def list_models(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
     """List the names clients may use as `model`."""
     data = [_model_object(entry) for entry in service.catalog()]
     return _reply(request, {"object": "list", "data": data})
 
 
-@get("/v1/models/{model_id:path}")
+@readable("/v1/models/{model_id:path}")
 async def retrieve_model(
     request: AnyRequest, model_id: FromPath[str], service: ServiceOfApp
 ) -> Response[dict[str, Any]]:
@@ -120,13 +125,13 @@ def _check_size(inputs: list[str], limits: ServerConfig) -> None:
         )
 
 
-@get("/health/live")
+@readable("/health/live")
 async def live() -> dict[str, str]:
     """Say that the event loop runs."""
     return {"status": "live"}
 
 
-@get(["/health/ready", "/health"])
+@readable(["/health/ready", "/health"])
 async def ready(service: ServiceOfApp, state: State) -> Response[dict[str, str]]:
     """Say whether requests are served: 200 or 503."""
     shown = "stopping" if state.draining else service.state
@@ -134,13 +139,13 @@ async def ready(service: ServiceOfApp, state: State) -> Response[dict[str, str]]
     return Response({"state": shown}, status_code=200 if is_ready else 503)
 
 
-@get("/metrics")
+@readable("/metrics")
 async def metrics(service: ServiceOfApp) -> Response[bytes]:
     """Return all metrics in Prometheus' text format."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
 
-@get("/info")
+@readable("/info")
 async def info(service: ServiceOfApp) -> dict[str, Any]:
     """Describe the service and its models."""
     return service.info()
