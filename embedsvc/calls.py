@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embedsvc.config import Truncation
-from embedsvc.engine.sequence import Priority
+from embedsvc.engine.sequence import NO_KEY, Key, Priority
 from embedsvc.models.buffers import Vectors
 
 
@@ -23,6 +23,7 @@ class EmbedCall:
         priority: share class; None decides by the number of inputs.
         timeout_s: seconds the client waits; None takes the server's default.
         add_special_tokens: whether the tokenizer adds its special tokens.
+        key: whom it counts for.
     """
 
     model: str
@@ -34,6 +35,7 @@ class EmbedCall:
     priority: Priority | None = None
     timeout_s: float | None = None
     add_special_tokens: bool = True
+    key: Key = NO_KEY
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ LIVE = frozenset({
     "drain_delay_s",
     "drain_timeout_s",
     "header_timeout_s",
+    "keys_file",
     "max_body_bytes",
     "max_inputs",
     "max_request_tokens",

@@ -122,6 +122,9 @@ def check(config: Path | None, config_only: bool, log_level: str, **flags: Any) 
         effective = load_config(config, flags)
         import msgspec
 
+        from embedsvc.keys import read_keys
+
+        read_keys(effective.server.keys_file)
         click.echo(msgspec.toml.encode(effective).decode(), nl=False)
         if config_only:
             return

@@ -87,6 +87,13 @@ class ServerConfig(Section, frozen=True):
             "terminationGracePeriodSeconds must be 10 more than both together.",
         ),
     ] = 30.0
+    keys_file: Annotated[
+        str,
+        Meta(
+            description="TOML file of the API keys that are let in; empty lets everyone in. Read "
+            "again at SIGHUP."
+        ),
+    ] = ""
     cache_dir: Annotated[
         str,
         Meta(

@@ -87,6 +87,23 @@ class TooManyInputs(InvalidRequest):
     reason = "too_many_inputs"
 
 
+class MissingKey(RequestError):
+    """The request came without an API key, and one is needed."""
+
+    status = 401
+    type = "invalid_request_error"
+    reason = "no_key"
+
+
+class InvalidKey(RequestError):
+    """The API key is not one of those that are let in."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    reason = "invalid_key"
+
+
 class ModelNotFound(RequestError):
     """No served model has this name."""
 

@@ -96,12 +96,14 @@ def _bounds(kind: mi.IntType | mi.FloatType) -> str:
         return f" from {kind.ge:g} to {kind.le:g}"
     if kind.ge is not None:
         return f" of at least {kind.ge:g}"
-    return f" over {kind.gt:g}" if kind.gt is not None else ""
+    if kind.gt is None:
+        return ""
+    return f" over {kind.gt:g}" + ("" if kind.le is None else f" and at most {kind.le:g}")
 
 
 def _string(kind: mi.StrType) -> str:
     if kind.pattern is not None and "0-9a-f" in kind.pattern:
-        return "64 hexadecimal digits or empty"
+        return "64 hexadecimal digits" + (" or empty" if "?" in kind.pattern else "")
     if kind.pattern is not None:
         return "a string without spaces, ? and #"
     return "a string, not empty" if kind.min_length else "a string"

@@ -1,4 +1,4 @@
-"""What is looked at before a request is tokenized, and how long tokenizing may take."""
+"""What is looked at before a request is tokenized, how long that may take, and what it becomes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Awaitable
 from collections.abc import Sequence as Seq
 from time import monotonic
 
+import numpy as np
+
+from embedsvc.engine.sequence import Key, Priority, Request, Sequence
 from embedsvc.errors import DeadlineExceeded, InvalidRequest
 from embedsvc.tokenization import Encoded
 
@@ -54,3 +57,18 @@ def estimate_tokens(inputs: list[str] | list[list[int]], max_length: int) -> int
     """Return about how many tokens the inputs will have, each cut to `max_length`."""
     divisor = CHARACTERS_PER_TOKEN if isinstance(inputs[0], str) else 1
     return sum(min(max_length, 2 + len(one) // divisor) for one in inputs)
+
+
+def request_of(
+    encoded: Seq[Encoded], dim: int, deadline: float, priority: Priority, key: Key
+) -> tuple[Request, list[Sequence]]:
+    """Return tokenized texts as a request that arrives now, and its sequences."""
+    request = Request(
+        vectors=np.empty((len(encoded), dim), np.float32),
+        deadline=deadline,
+        arrival=monotonic(),
+        priority=priority,
+        settled=asyncio.get_running_loop().create_future(),
+        key=key,
+    )
+    return request, [Sequence(request, i, e.ids, e.prompt_length) for i, e in enumerate(encoded)]

@@ -17,6 +17,7 @@ from embedsvc.cli import main
 from embedsvc.config import Config
 from embedsvc.errors import RequestError
 from embedsvc.fields import Field, fields
+from embedsvc.keys import KeysFile
 from embedsvc.metrics import VERSION_LABELS, Metrics, TextTokens
 
 _HEAD = """\
@@ -49,6 +50,13 @@ def _config() -> Iterator[str]:
     yield "`embedsvc serve CONFIG.toml`; without a file the defaults serve all-MiniLM-L6-v2."
     yield "`embedsvc check CONFIG.toml` prints what a file amounts to, or which field is wrong.\n"
     yield from _sections(Config, "")
+    yield "## API keys\n"
+    yield "The TOML file that `server.keys_file` names. With it, every route but `/health`,"
+    yield "`/health/…` and `/metrics` wants `Authorization: Bearer KEY`, or `api-key: KEY`."
+    yield "Only the SHA-256 of keys is written down; make both with"
+    yield '`key=$(openssl rand -hex 24); echo "$key"; printf %s "$key" | sha256sum`.'
+    yield "Keys that send at the same time share the device by weight, however much each sends.\n"
+    yield from _sections(KeysFile, "")
 
 
 def _sections(section: type[Struct], prefix: str) -> Iterator[str]:
@@ -56,7 +64,8 @@ def _sections(section: type[Struct], prefix: str) -> Iterator[str]:
         if field.section is None:
             continue
         name = prefix + field.name
-        header = f"[[{name}]]" if field.default == [] else f"[{name}]"
+        many = field.required or field.default == []
+        header = f"[[{name}]]" if many else f"[{name}]"
         yield f"### `{header}`\n"
         yield _summary(field.section) + "\n"
         own = [f for f in fields(field.section) if f.section is None]

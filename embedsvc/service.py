@@ -12,8 +12,6 @@ from collections.abc import Sequence as Seq
 from time import monotonic, perf_counter
 from typing import Any, Literal
 
-import numpy as np
-
 from embedsvc import __version__
 from embedsvc.calls import CatalogEntry, EmbedCall, Embedded
 from embedsvc.config import Config
@@ -28,7 +26,8 @@ from embedsvc.errors import (
     TooManyInputs,
     TooManyTokens,
 )
-from embedsvc.intake import before, check_sizes, estimate_tokens
+from embedsvc.intake import before, check_sizes, estimate_tokens, request_of
+from embedsvc.keys import read_keys
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
 from embedsvc.tokenization import Encoded, Token, TokenizerPool
@@ -51,10 +50,19 @@ State = Literal["loading", "ready", "failed", "stopping"]
 
 
 class Service:
-    """All served models of one configuration."""
+    """All served models of one configuration.
+
+    Attributes:
+        config: what may be changed while serving is.
+        keys: who is let in; may be replaced.
+
+    Raises:
+        ConfigError: the file of the keys is wrong.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.keys = read_keys(config.server.keys_file)
         self.metrics = Metrics()
         self.metrics.ready_from(lambda: self.ready)
         self._deployments: dict[str, Deployment] = {}
@@ -229,7 +237,8 @@ class Service:
             tokens = sum(len(e.ids) for e in encoded)
             self._check_tokens(tokens)
             self._check_time(call, engine.own_s(n, tokens))
-            request, sequences = _request(deployment, encoded, priority, deadline)
+            dim = engine.model.dim
+            request, sequences = request_of(encoded, dim, deadline, priority, call.key)
         except BaseException:
             engine.admission.release(n, estimate)
             raise
@@ -286,20 +295,6 @@ class Service:
                 f"These texts take about {own_s:.1f} s on this idle server, {time_s:.1f} s are "
                 "allowed. Send fewer texts at once, or allow more time."
             )
-
-
-def _request(
-    deployment: Deployment, encoded: Seq[Encoded], priority: Priority, deadline: float
-) -> tuple[Request, list[Sequence]]:
-    request = Request(
-        vectors=np.empty((len(encoded), deployment.engine.model.dim), np.float32),
-        deadline=deadline,
-        arrival=monotonic(),
-        priority=priority,
-        settled=asyncio.get_running_loop().create_future(),
-    )
-    sequences = [Sequence(request, row, e.ids, e.prompt_length) for row, e in enumerate(encoded)]
-    return request, sequences
 
 
 async def _settled(deployment: Deployment, request: Request, sequences: list[Sequence]) -> None:

@@ -14,6 +14,7 @@ from litestar.types import HTTPScope
 from embedsvc.calls import CatalogEntry, EmbedCall, Embedded
 from embedsvc.config import Config, ModelConfig, ServerConfig
 from embedsvc.http.app import create_app
+from embedsvc.keys import Keys
 from embedsvc.metrics import Metrics
 from embedsvc.service import Service, State
 from embedsvc.tokenization import Token
@@ -45,6 +46,7 @@ class FakeService:
         self.config = Config(
             server=ServerConfig(max_body_bytes=MAX_BODY_BYTES, max_timeout_s=100.0), models=served
         )
+        self.keys = Keys({})
         self.metrics = HeardMetrics()
         self.state: State = "ready"
         self.error: Exception | None = None

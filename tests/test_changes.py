@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +110,15 @@ class Run:
         """Wait for a line of the log."""
         return self._line(self.child.stderr, pattern)
 
+    def status(self, key: str) -> int:
+        """Return how the models are shown to somebody with this key."""
+        request = urllib.request.Request(f"{self.url}/v1/models", headers={"api-key": key})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
     def limits(self) -> dict[str, Any]:
         """Return the limits that the server shows."""
         with urllib.request.urlopen(f"{self.url}/info", timeout=10) as reply:
@@ -122,10 +133,10 @@ class Run:
         raise AssertionError(f"the process ended without {pattern!r}")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    """Yield a server; kill it at the end."""
-    run = Run(tmp_path)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Yield a server for all tests; kill it at the end."""
+    run = Run(tmp_path_factory.mktemp("server"))
     with run.child:
         yield run
         run.child.kill()
@@ -145,3 +156,26 @@ def test_sighup_takes_over_what_it_can_and_a_mistake_changes_nothing(run: Run) -
     assert limits["max_inputs"] == 7
     assert second.endswith("server.max_inputs: must be an integer of at least 1, got 0")
     assert run.limits() == limits
+
+
+def test_sighup_changes_keys_and_a_mistake_keeps_the_former(run: Run, tmp_path: Path) -> None:
+    """A key that was added is let in, one that was taken out is not."""
+    keys = tmp_path / "keys.toml"
+
+    def let_in(key: str) -> str:
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        keys.write_text(f'[[keys]]\nname = "n"\nsha256 = "{digest}"')
+        return run.hang_up()
+
+    run.write(f'keys_file = "{keys}"')
+    let_in("old")
+    first = [run.status(key) for key in ("old", "new")]
+    let_in("new")
+    second = [run.status(key) for key in ("old", "new")]
+    keys.write_text("[[keys]]")
+    said = run.hang_up()
+
+    assert (first, second) == ([200, 401], [401, 200])
+    assert said.endswith(f"server.keys_file: {keys}: keys[0].name: is required. Whose it is: shown "
+                         "in the log, unlike the key.")  # fmt: skip
+    assert [run.status(key) for key in ("old", "new")] == [401, 200]

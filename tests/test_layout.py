@@ -25,6 +25,7 @@ LAYERS = {
     "routing": 4,
     "tokenization": 4,
     "calls": 4,
+    "keys": 4,
     "vectors": 4,
     "deployment": 5,
     "intake": 5,

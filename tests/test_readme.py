@@ -17,6 +17,7 @@ from embedsvc.bench.serving import Server, running
 from embedsvc.cli import main
 from embedsvc.configfile import load
 from embedsvc.errors import ConfigError
+from embedsvc.keys import read_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -113,8 +114,8 @@ def test_make_has_these_targets(line: str) -> None:
 
 
 def test_the_configuration_example_is_legal(tmp_path: Path) -> None:
-    """The TOML block loads, and the mistake shown beside it is told in these words."""
-    (text,) = blocks("toml")
+    """The TOML blocks load, and the mistake shown beside them is told in these words."""
+    text, keys = blocks("toml")
     path = tmp_path / "config.toml"
     path.write_text(text)
     assert load(path).models[0].versions[0].batching.buckets[-1] == 512
@@ -123,6 +124,9 @@ def test_the_configuration_example_is_legal(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load(path)
     assert f"embedsvc: {refused.value}\n" in blocks("text")
+
+    path.write_text(keys)
+    assert len(read_keys(str(path))) == 1
 
 
 def test_it_stays_short() -> None:

@@ -81,6 +81,8 @@ def _line(entry: Entry, call: EmbedCall, seconds: float) -> str:
         "reason": entry.reason,
         "n_inputs": len(call.inputs),
     }
+    if call.key.name:
+        pairs["key"] = ascii(call.key.name)
     if entry.embedded is not None:
         pairs |= {
             "tokens": entry.embedded.prompt_tokens,

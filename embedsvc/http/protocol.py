@@ -17,6 +17,7 @@ from litestar.types import HTTPScope, Receive, Send
 
 from embedsvc.calls import EmbedCall, Embedded
 from embedsvc.errors import ClientGone, InternalError, MethodNotAllowed, NotReady, RequestError
+from embedsvc.http.access import presented_key
 from embedsvc.http.body import Headers, read_body
 from embedsvc.http.exchange import CLIENT, Client
 from embedsvc.http.journal import Entry, Journal
@@ -83,6 +84,7 @@ class EmbeddingsEndpoint:
         limits = self._service.config.server
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST.")
+        key = self._service.keys.of(presented_key(headers))
         if not self._service.ready:
             raise not_ready(self._service)
         body = await read_body(headers, receive, limits.max_body_bytes)
@@ -94,6 +96,7 @@ class EmbeddingsEndpoint:
             request,
             default_model=self._default_model,
             timeout_s=stated_timeout_s(headers, limits.max_timeout_s),
+            key=key,
         )
         client = client_of(scope)
         if client is None:

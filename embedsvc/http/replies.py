@@ -70,6 +70,9 @@ def error_reply(error: RequestError, *headers: Header) -> ErrorReply:
         }
     )
     all_headers = [JSON_CONTENT, (b"content-length", b"%d" % len(body)), *headers]
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        # RFC 9110, 11.6.1.
+        all_headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s is not None:
         low, high = RETRY_AFTER_S
         wait_ms = min(max(error.retry_after_s * 1000, 1), high * 1000)

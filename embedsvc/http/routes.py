@@ -30,6 +30,7 @@ from embedsvc.errors import (
     TooManyInputs,
     TooManyTokens,
 )
+from embedsvc.http.access import presented_key
 from embedsvc.http.body import read_body
 from embedsvc.http.protocol import bug, default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
@@ -60,6 +61,7 @@ _ERROR_OF_STATUS: dict[int, type[RequestError]] = {
 @readable("/v1/models")
 async def list_models(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
     """List the names clients may use as `model`."""
+    _need_key(request, service)
     data = [_model_object(entry) for entry in service.catalog()]
     return _reply(request, {"object": "list", "data": data})
 
@@ -73,6 +75,7 @@ async def retrieve_model(
     Raises:
         ModelNotFound: no model has this name.
     """
+    _need_key(request, service)
     wanted = model_id.removeprefix("/")
     catalog = service.catalog()
     for entry in catalog:
@@ -87,6 +90,7 @@ async def retrieve_model(
 @post("/tokenize", status_code=200)
 async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
     """Return the tokens of texts, as the model would see them."""
+    _need_key(request, service)
     if not service.ready:
         raise not_ready(service)
     limits = service.config.server
@@ -141,14 +145,19 @@ async def ready(service: ServiceOfApp, state: State) -> Response[dict[str, str]]
 
 @readable("/metrics")
 async def metrics(service: ServiceOfApp) -> Response[bytes]:
-    """Return all metrics in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format, to whoever asks, as scrapers expect."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
 
 @readable("/info")
-async def info(service: ServiceOfApp) -> dict[str, Any]:
+async def info(request: AnyRequest, service: ServiceOfApp) -> dict[str, Any]:
     """Describe the service and its models."""
+    _need_key(request, service)
     return service.info()
+
+
+def _need_key(request: AnyRequest, service: Service) -> None:
+    service.keys.of(presented_key(dict(request.scope["headers"])))
 
 
 def answer_request_error(request: AnyRequest, error: RequestError) -> Response[bytes]:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from embedsvc.calls import EmbedCall
 from embedsvc.config import Truncation
-from embedsvc.engine.sequence import Priority
+from embedsvc.engine.sequence import NO_KEY, Key, Priority
 from embedsvc.errors import InvalidRequest, TooManyTokens
 
 T = TypeVar("T")
@@ -117,7 +117,11 @@ def check_ids(body: bytes | bytearray, max_tokens: int) -> None:
 
 
 def embed_call(
-    request: EmbeddingsRequest, *, default_model: str | None, timeout_s: float | None
+    request: EmbeddingsRequest,
+    *,
+    default_model: str | None,
+    timeout_s: float | None,
+    key: Key = NO_KEY,
 ) -> EmbedCall:
     """Translate a body into a call of the service.
 
@@ -125,6 +129,7 @@ def embed_call(
         request: the decoded body.
         default_model: the model of requests that name none; None refuses them.
         timeout_s: what the client said it waits.
+        key: whom it counts for.
 
     Raises:
         InvalidRequest: a field has a value that no model accepts.
@@ -141,6 +146,7 @@ def embed_call(
         priority=_priority(request.priority),
         timeout_s=timeout_s,
         add_special_tokens=request.add_special_tokens is not False,
+        key=key,
     )
 
 

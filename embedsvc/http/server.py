@@ -37,6 +37,7 @@ from embedsvc.http.sockets import (
     url_of,
 )
 from embedsvc.http.timing import Terms
+from embedsvc.keys import read_keys
 from embedsvc.service import Service
 
 log = logging.getLogger(__name__)
@@ -131,14 +132,18 @@ class Server(uvicorn.Server):
         """Apply what has changed in the configuration and can change; say what cannot."""
         try:
             found = changes(self._service.config, await asyncio.to_thread(reread))
+            keys = await asyncio.to_thread(read_keys, found.config.server.keys_file)
         except ConfigError as error:
             log.error("configuration not taken over, the old one stays: %s", error)
             return
         self._service.config, server = found.config, found.config.server
+        self._service.keys = keys
         self.terms.take_over(server)
         self._app.journal.slow_request_s = server.slow_request_s
         self.config.timeout_graceful_shutdown = _graceful_s(server)
         log.info("configuration read again changed=%s", " ".join(found.applied) or "nothing")
+        if keys:
+            log.info("keys read again n=%d", len(keys))
         if found.deferred:
             log.warning("these need a restart, the old values stay: %s", " ".join(found.deferred))
 
