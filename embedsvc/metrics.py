@@ -74,8 +74,8 @@ class Metrics:
         )
         self._by_version = _VersionFamilies(self.registry)
 
-    def request(self, route: str, status: int, reason: str, seconds: float) -> None:
-        """Count one HTTP answer."""
+    def request(self, route: str, status: int, reason: str, seconds: float | None) -> None:
+        """Count one HTTP answer, and its time where it has one."""
         key = (route, status, reason)
         counter = self._request_counters.get(key)
         if counter is None:
@@ -84,7 +84,8 @@ class Metrics:
             self._request_counters[key] = counter
             self._route_seconds[route] = self._request_seconds.labels(route)
         counter.inc()
-        self._route_seconds[route].observe(seconds)
+        if seconds is not None:
+            self._route_seconds[route].observe(seconds)
 
     def loop_lag(self, seconds: float) -> None:
         """Record the event loop's lag."""

@@ -32,7 +32,7 @@ class HeardMetrics(Metrics):
         super().__init__()
         self.heard: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
 
-    def request(self, route: str, status: int, reason: str, seconds: float) -> None:
+    def request(self, route: str, status: int, reason: str, seconds: float | None) -> None:
         """Count, and tell."""
         super().request(route, status, reason, seconds)
         self.heard.put_nowait((status, reason))

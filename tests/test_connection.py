@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from embedsvc.errors import ClientGone
+from embedsvc.errors import ClientGone, InvalidRequest
 from embedsvc.http.timing import KEEP_ALIVE_S
 from tests.http_fakes import MAX_BODY_BYTES, FakeService, counted
 from tests.http_wire import Site, chunked, post
@@ -97,7 +97,9 @@ async def test_the_other_words_of_the_connection_header_are_kept(site: Site) -> 
     "garbage",
     ["nonsense\r\n\r\n", "CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", "\x16\x03\x01\x02\x00"],
 )
-async def test_what_is_not_http_gets_the_envelope(site: Site, garbage: str) -> None:
+async def test_what_is_not_http_gets_the_envelope(
+    site: Site, service: FakeService, garbage: str
+) -> None:
     """Malformed requests, tunnels and TLS are told so, and cut off."""
     wire = await site.connect()
     wire.send(garbage)
@@ -106,6 +108,7 @@ async def test_what_is_not_http_gets_the_envelope(site: Site, garbage: str) -> N
     assert reply.status == 400
     assert set(reply.json["error"]) == {"message", "type", "param", "code"}
     assert await wire.closed()
+    assert counted(service) == {("400", InvalidRequest.reason): 1}
 
 
 async def test_garbage_does_not_cost_the_request_before_it(

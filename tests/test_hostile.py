@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from embedsvc.errors import BodyTooLarge, ClientGone, RequestTimeout
+from embedsvc.errors import BodyTooLarge, ClientGone, HeadersTooLarge, RequestTimeout
 from embedsvc.http.parser import MAX_HEAD_BYTES
 from embedsvc.http.timing import MIN_BODY_BYTES_PER_S, Terms
 from tests.http_fakes import MAX_BODY_BYTES, URL, FakeService, counted
@@ -20,6 +20,7 @@ pytest_plugins = ["tests.http_fixtures"]
 
 SHORT_S = 0.05
 HEAD = f"POST {URL} HTTP/1.1\r\nHost: x\r\n"
+TOO_LARGE = (str(HeadersTooLarge.status), HeadersTooLarge.reason)
 TOO_SLOW = (str(RequestTimeout.status), RequestTimeout.reason)
 
 
@@ -41,7 +42,7 @@ async def served(site: Site) -> bool:
 
 
 @pytest.mark.parametrize("sent", ["P", HEAD, HEAD + "X-Long: "])
-async def test_headers_that_do_not_end_get_408(site: Site, sent: str) -> None:
+async def test_headers_that_do_not_end_get_408(site: Site, service: FakeService, sent: str) -> None:
     """From the first byte on, the whole head has one time limit."""
     site.server.terms.header_timeout_s = SHORT_S
     wire = await site.connect()
@@ -49,6 +50,7 @@ async def test_headers_that_do_not_end_get_408(site: Site, sent: str) -> None:
 
     assert_refused(await wire.reply(), 408)
     assert await wire.closed()
+    assert counted(service) == {TOO_SLOW: 1}
     assert await served(site)
 
 
@@ -165,12 +167,13 @@ async def test_time_passes_only_for_the_body_that_is_read(site: Site, service: F
     ],
     ids=["complete", "without end", "target"],
 )
-async def test_a_head_over_the_limit_gets_431(site: Site, sent: str) -> None:
+async def test_a_head_over_the_limit_gets_431(site: Site, service: FakeService, sent: str) -> None:
     """Whole or without end, it is read no further."""
     wire = await site.connect()
     wire.send(sent)
 
     assert_refused(await wire.reply(), 431)
+    assert counted(service) == {TOO_LARGE: 1}
     assert await served(site)
 
 
@@ -189,7 +192,7 @@ async def test_what_follows_the_chunks_has_a_limit_too(site: Site, service: Fake
 
     assert_refused(await wire.reply(), 431)
     assert service.calls == []
-    assert counted(service) == {("499", ClientGone.reason): 1}
+    assert counted(service) == {TOO_LARGE: 1}
 
 
 async def test_an_upload_without_end_gets_its_413_and_an_end(

@@ -18,7 +18,7 @@ from litestar.types import HTTPScope, Message, Receive, Send
 
 from embedsvc.errors import InternalError, RequestError
 from embedsvc.http import protocol, routes
-from embedsvc.http.journal import Journal
+from embedsvc.http.journal import NO_ROUTE, Journal
 from embedsvc.http.protocol import EmbeddingsEndpoint
 from embedsvc.http.replies import RequestIds
 from embedsvc.service import Service
@@ -26,8 +26,6 @@ from embedsvc.service import Service
 LOOP_LAG_INTERVAL_S = 0.5
 # Probes and scrapes come for ever and would hide what users do; embeddings count themselves.
 UNCOUNTED = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *protocol.PATHS))
-# What is counted where no route took the request.
-NO_ROUTE = "none"
 
 Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
 

@@ -228,21 +228,22 @@ class Connection(asyncio.Protocol):
             self._deadline.within(self._terms.keep_alive_s)
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer what is no request, and read no further; those before it are answered first."""
+        """Answer what is no request, and read no further.
+
+        Those before it are answered first, and one that ends in the middle by its own app.
+        """
         self._deaf = True
         self._deadline.clear()
         broken, self._receiving = self._receiving, None
-        if broken is not None:
-            broken.leave()
-        waiting = [one for one in (self._active, *self._queue) if one not in (None, broken)]
-        if waiting:
-            self._queue = deque(one for one in self._queue if one is not broken)
-            waiting[-1].keep_alive = False
-        elif broken is not None and broken.complete:
+        last = self._queue[-1] if self._queue else self._active
+        if broken is not None and broken.complete:
             self._linger()
-        elif broken is not None and broken.started:
-            self._transport.abort()
+        elif broken is not None:
+            broken.fail(error)
+        elif last is not None:
+            last.keep_alive = False
         else:
+            self._terms.on_refused(error)
             self._write_error(error)
             self._linger()
 
@@ -283,7 +284,9 @@ class Connection(asyncio.Protocol):
             self._body_began = self._loop.time()
             self._expect_body()
         else:
-            exchange.expire()
+            exchange.fail(
+                RequestTimeout("The body of the request took too long to arrive; send it again.")
+            )
 
     # --- details ---------------------------------------------------------------------------------
 

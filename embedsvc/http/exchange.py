@@ -20,7 +20,7 @@ from litestar.types import (
     Message,
 )
 
-from embedsvc.errors import InternalError, NotReady, RequestError, RequestTimeout
+from embedsvc.errors import InternalError, NotReady, RequestError
 from embedsvc.http.parser import Head, split_target
 from embedsvc.http.replies import CLOSE, head_of_reply
 
@@ -75,8 +75,8 @@ class Exchange:
         "_connection",
         "_delivered",
         "_expects_continue",
+        "_failure",
         "_head",
-        "_late",
         "_left",
         "_waiter",
         "buffered",
@@ -102,7 +102,7 @@ class Exchange:
         self._expects_continue = expects_continue
         self._chunks: list[bytes] = []
         self._delivered = False
-        self._late = False
+        self._failure: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
         # Sent together with the first part of the body.
         self._head = b""
@@ -124,9 +124,9 @@ class Exchange:
         self.received = True
         self._wake()
 
-    def expire(self) -> None:
-        """Let the app learn that its request does not arrive in time."""
-        self._late = True
+    def fail(self, error: RequestError) -> None:
+        """Let the app learn why its request will not arrive whole."""
+        self._failure = error
         self.keep_alive = False
         self._wake()
 
@@ -156,7 +156,7 @@ class Exchange:
         """Return the next part of the request's body, or the news that the client is gone.
 
         Raises:
-            RequestTimeout: the body does not arrive in time.
+            RequestError: the body does not arrive whole, or not in time.
         """
         if self._expects_continue and not self._client.gone:
             self._expects_continue = False
@@ -167,8 +167,8 @@ class Exchange:
             await self._waiter
         if self._client.gone or self.complete:
             return {"type": "http.disconnect"}
-        if self._late:
-            raise RequestTimeout("The body of the request took too long to arrive; send it again.")
+        if self._failure is not None:
+            raise self._failure
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self.buffered = 0
@@ -190,7 +190,7 @@ class Exchange:
 
     def _has_news(self) -> bool:
         fresh = self._chunks or (self.received and not self._delivered)
-        return bool(fresh or self._client.gone or self.complete or self._late)
+        return bool(fresh or self._client.gone or self.complete or self._failure)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

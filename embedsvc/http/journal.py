@@ -15,6 +15,9 @@ from embedsvc.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+# What is counted where no route took the request.
+NO_ROUTE = "none"
+
 
 @dataclass(slots=True)
 class Entry:
@@ -57,6 +60,10 @@ class Journal:
     def __init__(self, metrics: Metrics, slow_request_s: float) -> None:
         self.slow_request_s = slow_request_s
         self.count = metrics.request
+
+    def refuse(self, error: RequestError) -> None:
+        """Count the answer to what was no request, and has no time therefore."""
+        self.count(NO_ROUTE, error.status, error.reason, None)
 
     def close(self, route: str, entry: Entry) -> None:
         """Count a request for vectors; log it where it was slow or failed after it was taken on.

@@ -97,6 +97,7 @@ class Server(uvicorn.Server):
         self.failure: BaseException | None = None
         config = service.config.server
         self.terms = Terms.of(config)
+        self.terms.on_refused = self._app.journal.refuse
         super().__init__(_uvicorn_config(self._app, self.terms, config))
 
     # --- while it runs ---------------------------------------------------------------------------

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from math import inf
 
 from embedsvc.config import ServerConfig
+from embedsvc.errors import RequestError
 
 # Longer than the 90 s that clients and proxies keep idle connections, so that they close first.
 KEEP_ALIVE_S = 125.0
 # Slower than any network that people use.
 MIN_BODY_BYTES_PER_S = 1024
+
+
+def _tell_nobody(_: RequestError) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -38,6 +43,7 @@ class Terms:
             once would cross with that request.
         retiring: every connection ends with its next response.
         draining: so it does, and idle ones are closed.
+        on_refused: called with the answer to what was no request, which no app has seen.
     """
 
     header_timeout_s: float
@@ -50,6 +56,7 @@ class Terms:
     retired_idle_s: float = 10.0
     retiring: bool = False
     draining: bool = False
+    on_refused: Callable[[RequestError], None] = _tell_nobody
 
     @classmethod
     def of(cls, config: ServerConfig) -> Terms:
