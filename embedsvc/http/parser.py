@@ -19,6 +19,10 @@ from embedsvc.http.replies import Header
 MAX_HEAD_BYTES = 64 * 1024
 # What turns an ordinary request into an offer of another protocol.
 _OFFER = frozenset((b"upgrade", b"http2-settings"))
+_NO_CODING = (
+    "This server reads bodies with a Content-Length or with `Transfer-Encoding: chunked`, and in "
+    "no other transfer encoding."
+)
 _NO_HTTP = "This is not an HTTP request that could be read."
 
 
@@ -121,6 +125,10 @@ class RequestParser:
         parser = self._parser
         if parser.should_upgrade():
             return
+        # The parser takes a list that ends with chunked for chunked, whatever comes before it.
+        codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]
+        if codings and codings != [b"chunked"]:
+            raise InvalidRequest(_NO_CODING)
         version = parser.get_http_version()
         head = Head(
             method=parser.get_method().decode("ascii"),
