@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve test test-container lint format reference quality smoke pressure
+.PHONY: setup serve test test-container lint format reference quality smoke pressure chaos
 
 setup: $(STAMP)
 
@@ -53,3 +53,8 @@ pressure: $(STAMP)
 	failed=; for run in overload burst ghosts idle restart; do \
 		echo "== $$run"; HF_HUB_OFFLINE=1 $(BIN)/python -m loadtest.$$run $(ARGS) || failed=1; \
 	done; test -z "$$failed"
+
+# Ten minutes of random load while processes are killed, stopped and poisoned; every answer checked.
+# ARGS="--backend auto --seconds 180 --most-texts 32" does it with the served model.
+chaos: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m loadtest.chaos $(ARGS)

@@ -26,8 +26,8 @@ def warm_up(model: Model, device: Device, policy: Policy) -> None:
     Each bucket's fullest batch, and batches of every size up to it: libraries keep kernels by the
     number of tokens, and memory is steady once they are there. A batch that does not fit is halved
     until it does, and so is what may go into its bucket and all wider ones; full batches grow it
-    again, one row at a time, to what really fits. A processor's memory ends without an error that
-    could be caught, so only other devices run texts longer than a batch there.
+    again, one row at a time, to what really fits. A CPU's memory mostly ends without an error that
+    could be caught, and its longest texts take long, so only other devices run all of them.
 
     Args:
         model: loaded.

@@ -1,0 +1,113 @@
+"""What the processes of a server hold: descriptors, threads, shared memory, children."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+# The module that runs in the process of a model ends like this.
+MODEL_MODULE = ".worker"
+
+
+class Census(NamedTuple):
+    """Held by all processes of a server together.
+
+    Attributes:
+        processes: itself and its children, those not yet waited for included.
+        files: open descriptors.
+        threads: of all processes.
+        shared: blocks of shared memory, each counted once, and files in /dev/shm.
+    """
+
+    processes: int
+    files: int
+    threads: int
+    shared: int
+
+    def left_behind(self, later: Census) -> dict[str, str]:
+        """Return what there is more of later, as `3 -> 5`."""
+        both = zip(self._fields, self, later, strict=True)
+        return {name: f"{then} -> {now}" for name, then, now in both if now > then}
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all its descendants."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def model_processes(pid: int) -> list[psutil.Process]:
+    """Return the processes of a server that run a model, oldest first."""
+    found = []
+    for process in family(pid):
+        with suppress(psutil.Error):
+            command = process.cmdline()
+            if "-m" in command and command[command.index("-m") + 1].endswith(MODEL_MODULE):
+                found.append((process.create_time(), process.pid, process))
+    return [process for _, _, process in sorted(found, key=lambda one: one[:2])]
+
+
+def census(pid: int) -> Census:
+    """Count what a server holds now."""
+    files, threads = 0, 0
+    shared: set[int] = set()
+    members = family(pid)
+    for process in members:
+        with suppress(psutil.Error, OSError):
+            files += process.num_fds()
+            threads += process.num_threads()
+            shared |= set(_memory_files(process.pid))
+    return Census(len(members), files, threads, len(shared) + len(list(SHARED_MEMORY.iterdir())))
+
+
+def resident_mib(pid: int) -> float:
+    """Return the resident memory of a process and its children, in MiB."""
+    total = 0
+    for process in family(pid):
+        with suppress(psutil.Error):
+            total += process.memory_info().rss
+    return float(total) / 2**20
+
+
+class Bystanders:
+    """How much of the machine others took, so that a figure of time means something.
+
+    Args:
+        pid: of the server; this process and the server's are not others.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._began, self._others_s = perf_counter(), self._busy_s()
+
+    def cores(self) -> float:
+        """Return the cores that others kept busy on average since the start."""
+        return (self._busy_s() - self._others_s) / (perf_counter() - self._began)
+
+    def _busy_s(self) -> float:
+        """Return the busy seconds of all cores less those of this process and the server's."""
+        machine = psutil.cpu_times()
+        own = psutil.Process().cpu_times()
+        busy_s = (
+            sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - own.user - own.system
+        )
+        for process in family(self._pid):
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                # With those of children that have ended.
+                busy_s -= times.user + times.system + times.children_user + times.children_system
+        return busy_s
+
+
+def _memory_files(pid: int) -> Iterator[int]:
+    """Yield the inodes of the anonymous memory files that a process holds open."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if str(entry.readlink()).startswith("/memfd:"):
+                yield entry.stat().st_ino

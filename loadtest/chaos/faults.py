@@ -1,0 +1,141 @@
+"""What is done to the processes of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+
+from loadtest.census import model_processes
+from loadtest.chaos.checker import Injected
+from loadtest.chaos.client import Run, User
+from loadtest.chaos.plan import Planned, Visit
+
+# A process that starts again is looked for as long as this.
+FOUND_WITHIN_S, LOOK_S = 30.0, 0.01
+# How long one that starts is held, and how long a broken file lies there.
+HELD_S, BROKEN_S = 3.0, 1.0
+
+
+@dataclass(slots=True)
+class Target:
+    """A server under test.
+
+    Attributes:
+        pid: of the process that was started.
+        config: its file, which is written again.
+        text: what the file says; `{turn}` changes each time.
+        run: the load on it.
+        journal: what was done to it.
+        n_skipped: faults for which there was no process at that moment.
+    """
+
+    pid: int
+    config: Path
+    text: str
+    run: Run
+    journal: list[Injected] = field(default_factory=list)
+    n_skipped: int = 0
+    _turns: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def models(self) -> list[psutil.Process]:
+        """Return its processes that run a model, oldest first."""
+        return model_processes(self.pid)
+
+    def write_config(self) -> None:
+        """Write its file, a little different each time."""
+        self.config.write_text(self.text.replace("{turn}", str(next(self._turns))))
+
+    def note(self, fault: str, ports: frozenset[int] = frozenset()) -> None:
+        """Note that a fault begins now."""
+        self.journal.append(Injected(fault, perf_counter(), self.run.in_flight, ports))
+
+
+Inject = Callable[[Target], Awaitable[None]]
+
+
+async def inject(target: Target, planned: list[Planned], began: float) -> None:
+    """Do what is planned, each at its time or, if the one before takes longer, right after it."""
+    for fault in planned:
+        await asyncio.sleep(max(0.0, began + fault.at - perf_counter()))
+        try:
+            await FAULTS[fault.fault](target)
+        except (psutil.NoSuchProcess, ProcessLookupError, IndexError):
+            # Still down from the fault before.
+            target.n_skipped += 1
+
+
+async def kill_model(target: Target) -> None:
+    """End the process of a model."""
+    victim = target.models()[0]
+    target.note("model killed")
+    victim.kill()
+
+
+async def stop_model(target: Target) -> None:
+    """Stop the process of a model; its server must notice that it hangs."""
+    victim = target.models()[0]
+    target.note("model stopped")
+    victim.suspend()
+
+
+async def crash_model(target: Target) -> None:
+    """Send a text that takes the process of the model down."""
+    target.note("model poisoned")
+    user = User(target.run, f"poison{len(target.journal)}")
+    visit = Visit(picks=[0, 1, 2], poison={1: "crash"}, timeout_s=30.0)
+    target.run.background.append(asyncio.create_task(user.live([visit])))
+
+
+async def slow_start(target: Target) -> None:
+    """End the process of a model and hold the next one while it starts."""
+    known = {process.pid for process in target.models()}
+    victim = target.models()[0]
+    target.note("model killed, slow start")
+    victim.kill()
+    until = perf_counter() + FOUND_WITHIN_S
+    while perf_counter() < until:
+        for process in target.models():
+            if process.pid not in known:
+                process.suspend()
+                await asyncio.sleep(HELD_S)
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+                return
+        await asyncio.sleep(LOOK_S)
+
+
+async def reload_config(target: Target) -> None:
+    """Let the server read its file again."""
+    target.write_config()
+    target.note("config reloaded")
+    os.kill(target.pid, signal.SIGHUP)
+
+
+async def break_config(target: Target) -> None:
+    """Let the server read a broken file; then mend it."""
+    target.config.write_text("[server\nport = nonsense")
+    target.note("config broken")
+    os.kill(target.pid, signal.SIGHUP)
+    await asyncio.sleep(BROKEN_S)
+    target.write_config()
+
+
+FAULTS: dict[str, Inject] = {
+    "reload": reload_config,
+    "break": break_config,
+    "kill": kill_model,
+    "stop": stop_model,
+    "poison": crash_model,
+    "slow": slow_start,
+}
+# What can be done to a server whose models have no processes of their own.
+WITHOUT_PROCESSES = ("reload", "break")
