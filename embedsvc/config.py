@@ -204,6 +204,14 @@ class VersionConfig(Section, frozen=True):
         list[PositiveInt],
         Meta(description="Values allowed as `dimensions`; empty refuses shorter vectors."),
     ] = []
+    cache_mib: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Memory for vectors of texts that were asked for before, in MiB; 0 keeps "
+            "none.",
+        ),
+    ] = 0
     batching: BatchingConfig = BatchingConfig()
 
 

@@ -5,6 +5,7 @@ Built on a worker thread at start; read on the event loop afterwards.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.measured import measure
 from embedsvc.engine.policy import Policy
+from embedsvc.engine.sequence import Request, Sequence
 from embedsvc.engine.warm_up import warm_up
 from embedsvc.errors import ConfigError, InvalidRequest
 from embedsvc.metrics import Metrics, VersionMetrics
@@ -31,6 +33,7 @@ from embedsvc.models.verify import CheckedModel, check_golden
 from embedsvc.tokenization import Tokenizer
 from embedsvc.tuning.histogram import LengthHistogram
 from embedsvc.tuning.refit import Refit
+from embedsvc.vector_cache import VectorCache
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Deployment:
     tokenizer: Tokenizer
     engine: Engine
     calibration: Calibration
+    cache: VectorCache
     metrics: VersionMetrics
     lengths: LengthHistogram
     refit: Refit | None
@@ -95,6 +99,32 @@ class Deployment:
             f"This model does not support dimensions={asked}. Allowed: {allowed}.",
             param="dimensions",
         )
+
+    async def compute(self, request: Request, sequences: list[Sequence]) -> None:
+        """Write the vectors of an admitted request: those that are known, then the others.
+
+        Raises:
+            RequestError: the first error of any row.
+        """
+        engine, missing = self.engine, self.cache.fill(sequences)
+        self.lengths.add(sequence.length for sequence in missing)
+        n_known = len(sequences) - len(missing)
+        if n_known:
+            tokens = sum(s.length for s in sequences) - sum(s.length for s in missing)
+            engine.admission.release(n_known, tokens)
+        if not missing:
+            request.first_start = request.last_end = request.arrival
+            self.metrics.texts["ok"].inc(n_known)
+            return
+        engine.submit(request, missing)
+        try:
+            error = await request.settled
+        except asyncio.CancelledError:
+            engine.abandon(request)
+            raise
+        if error is not None:
+            raise error
+        self.cache.store(missing)
 
     def info(self) -> dict[str, Any]:
         """Return what a user may want to know, in plain JSON types."""
@@ -162,6 +192,7 @@ def deploy(
         tokenizer=tokenizer,
         engine=engine,
         calibration=found,
+        cache=VectorCache(version.cache_mib << 20, engine_metrics),
         metrics=engine_metrics,
         lengths=lengths,
         refit=_refit(version, lengths, engine.policy),

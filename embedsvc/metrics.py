@@ -143,6 +143,7 @@ class _VersionFamilies:
             "batch_memory_share",
             "Least share of a full batch that the device's memory allows now; 1 is all.",
         )
+        self.cache_bytes = self._gauge("cache_bytes", "Memory of the vector cache.")
         self.cost = self._gauge(
             "cost_seconds",
             "Fitted cost: seconds of a batch (c0), a row (c1), a padded token (c2), a padded token "
@@ -165,6 +166,9 @@ class _VersionFamilies:
         self.batches = self._counter("batches", "Batches by outcome.", "outcome")
         self.edge_switches = self._counter("edge_switches", "Switches to other bucket edges.")
         self.texts = self._counter("texts", "Texts by how they ended.", "outcome")
+        self.cache = self._counter(
+            "cache_texts", "Texts looked up in the vector cache, by result.", "result"
+        )
 
     def _add_histograms(self) -> None:
         self.rows = self._histogram("batch_rows", "Rows of a batch.", buckets=ROWS_BUCKETS)
@@ -184,7 +188,7 @@ class TextTokens(Collector):
     """The length histogram of every version, made at each scrape from counts kept elsewhere."""
 
     name = "embedsvc_text_tokens"
-    text = "Tokens of a text after truncation, of all texts since the start."
+    text = "Tokens of a text after truncation, of all texts computed since the start."
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], Callable[[], Sequence[int]]] = {}
@@ -218,6 +222,7 @@ class VersionMetrics:
         self.tokens = counts(families.tokens, "real", "computed")
         self.batches = counts(families.batches, "ok", "failed")
         self.texts = counts(families.texts, "ok", "failed", "expired", "abandoned", "rejected")
+        self.cache = counts(families.cache, "hit", "miss")
         self.busy_seconds = families.busy_seconds.labels(model, version)
         self.rows = families.rows.labels(model, version)
         self.edge_switches = families.edge_switches.labels(model, version)
@@ -260,6 +265,10 @@ class VersionMetrics:
             for k, name in enumerate(WIDTH_CLASS_NAMES):
                 gauge = f.cost_correction.labels(*self._labels, name, quantile)
                 gauge.set_function(partial(by_class.__getitem__, k))
+
+    def cache_bytes_from(self, n_bytes: Callable[[], float]) -> None:
+        """Read the bytes of the vector cache at every scrape."""
+        self._families.cache_bytes.labels(*self._labels).set_function(n_bytes)
 
     def text_tokens_from(self, counts: Callable[[], Sequence[int]]) -> None:
         """Read the texts of each number of tokens, from 0 to the maximum, at every scrape."""

@@ -139,7 +139,7 @@ class Service:
         tokenize_s = perf_counter() - began
         deployment.metrics.tokenize.observe(tokenize_s)
         prompt_tokens = sum(sequence.length for sequence in sequences)
-        await _settled(deployment, request, sequences)
+        await deployment.compute(request, sequences)
         return Embedded(
             vectors=finish(request.vectors, dim, normalize=call.normalize),
             prompt_tokens=prompt_tokens,
@@ -243,7 +243,6 @@ class Service:
             engine.admission.release(n, estimate)
             raise
         engine.admission.adjust(tokens - estimate)
-        deployment.lengths.add(sequence.length for sequence in sequences)
         return request, sequences, sum(e.truncated for e in encoded)
 
     def _note_refusal(self, queue_s: float) -> None:
@@ -295,15 +294,3 @@ class Service:
                 f"These texts take about {own_s:.1f} s on this idle server, {time_s:.1f} s are "
                 "allowed. Send fewer texts at once, or allow more time."
             )
-
-
-async def _settled(deployment: Deployment, request: Request, sequences: list[Sequence]) -> None:
-    """Submit and wait for the last row or the first error."""
-    deployment.engine.submit(request, sequences)
-    try:
-        error = await request.settled
-    except asyncio.CancelledError:
-        deployment.engine.abandon(request)
-        raise
-    if error is not None:
-        raise error

@@ -105,12 +105,12 @@ class FakeService:
         return {"state": self.state}
 
 
-def app_of(service: FakeService) -> Litestar:
-    """Return an app in front of a fake service."""
+def app_of(service: FakeService | Service) -> Litestar:
+    """Return an app in front of a service."""
     return create_app(cast("Service", service))
 
 
-def client_of(service: FakeService) -> httpx.AsyncClient:
+def client_of(service: FakeService | Service) -> httpx.AsyncClient:
     """Return a client that never enters the lifespan."""
     transport = httpx.ASGITransport(app_of(service), raise_app_exceptions=False)  # type: ignore[arg-type]  # Litestar's own ASGI types
     return httpx.AsyncClient(transport=transport, base_url="http://test")

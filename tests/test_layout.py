@@ -27,6 +27,7 @@ LAYERS = {
     "calls": 4,
     "keys": 4,
     "vectors": 4,
+    "vector_cache": 4,
     "deployment": 5,
     "intake": 5,
     "traffic": 6,
