@@ -256,10 +256,10 @@ async def test_without_a_model_among_several_the_request_is_refused(body: dict[s
         ({"x-stainless-read-timeout": "30", "x-request-timeout": "20"}, 20.0),
         ({"x-stainless-read-timeout": "20", "x-request-timeout": "30"}, 20.0),
         ({"x-stainless-read-timeout": "NOT_GIVEN", "x-request-timeout": "3"}, 3.0),
-        ({"x-request-timeout": "0"}, None),
-        ({"x-request-timeout": "-5"}, None),
-        ({"x-request-timeout": "nan"}, None),
-        ({"x-request-timeout": ""}, None),
+        ({"x-stainless-read-timeout": "None"}, None),
+        ({"x-stainless-read-timeout": "0"}, None),
+        ({"x-stainless-read-timeout": "nan"}, None),
+        ({"x-stainless-read-timeout": ""}, None),
     ],
 )
 async def test_the_client_states_its_deadline(
@@ -268,10 +268,24 @@ async def test_the_client_states_its_deadline(
     headers: dict[str, str],
     timeout_s: float | None,
 ) -> None:
-    """The shortest sane timeout counts, capped by the server's; nonsense is ignored."""
+    """The shortest counts, capped by the server's; what an SDK says of none is ignored."""
     await client.post(URL, json={"input": "a"}, headers=headers)
 
     assert service.calls[0].timeout_s == timeout_s
+
+
+@pytest.mark.parametrize("value", ["abc", "30s", "0", "-5", "nan", "", "1,5", "\xb5"])
+async def test_a_deadline_that_is_no_time_is_refused_by_name(
+    client: httpx.AsyncClient, service: FakeService, value: str
+) -> None:
+    """Who wrote it relies on it, and would learn too late that nothing came of it."""
+    headers = {"x-request-timeout": value.encode("latin-1")}
+    response = await client.post(URL, json={"input": "a"}, headers=headers)
+
+    assert response.status_code == 400
+    assert "x-request-timeout" in error_of(response)["message"]
+    assert f"got '{value}'" in error_of(response)["message"]
+    assert service.calls == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -16,7 +15,14 @@ import msgspec
 from litestar.types import HTTPScope, Receive, Send
 
 from embedsvc.calls import EmbedCall, Embedded
-from embedsvc.errors import ClientGone, InternalError, MethodNotAllowed, NotReady, RequestError
+from embedsvc.errors import (
+    ClientGone,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotReady,
+    RequestError,
+)
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import Headers, read_body
 from embedsvc.http.exchange import CLIENT, Client
@@ -42,6 +48,8 @@ T = TypeVar("T")
 NOT_READY_RETRY_S = 2.0
 # As many token ids as a request may have need less.
 LARGE_BODY_BYTES = 4 * 1024 * 1024
+# How long a client waits: as it says itself, and as OpenAI's clients say for it.
+TIMEOUT, SDK_TIMEOUT = b"x-request-timeout", b"x-stainless-read-timeout"
 ALLOW_POST = (b"allow", b"POST")
 # Every path of the route, and what it is called in metrics.
 PATHS = ("/v1/embeddings", "/embeddings")
@@ -120,19 +128,29 @@ def default_model(service: Service) -> str | None:
 
 
 def stated_timeout_s(headers: Headers, max_timeout_s: float) -> float | None:
-    """Return how long the client says it waits, in seconds; nonsense counts as nothing said."""
-    stated: float | None = None
-    for name in (b"x-stainless-read-timeout", b"x-request-timeout"):
-        value = headers.get(name)
-        if value is None:
-            continue
-        try:
-            seconds = float(value)
-        except ValueError:
-            continue
-        if seconds > 0 and not math.isnan(seconds):
-            stated = min(seconds, max_timeout_s if stated is None else stated)
-    return stated
+    """Return how long the client says it waits, in seconds; None where it says nothing.
+
+    OpenAI's clients add a header of their own, whose values their users do not write: what is no
+    time there is ignored.
+
+    Raises:
+        InvalidRequest: `x-request-timeout` is no time; who writes it relies on it.
+    """
+    stated = [_seconds(headers.get(name)) for name in (SDK_TIMEOUT, TIMEOUT)]
+    if stated[1] is None and TIMEOUT in headers:
+        raise InvalidRequest(
+            f"The header {TIMEOUT.decode()} must be a number of seconds over 0, got "
+            f"'{headers[TIMEOUT][:40].decode('latin-1')}'."
+        )
+    return min((min(s, max_timeout_s) for s in stated if s is not None), default=None)
+
+
+def _seconds(value: bytes | None) -> float | None:
+    try:
+        seconds = float(value or b"")
+    except ValueError:
+        return None
+    return seconds if seconds > 0 else None
 
 
 async def until_gone(client: Client, work: Coroutine[Any, Any, T]) -> T:
