@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from embedsvc import __version__
 from embedsvc.errors import EmbedsvcError
@@ -28,10 +30,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
+# What flags set, as errors about values of any kind name it.
+_FIELDS_OF_FLAGS = {
+    "model": r"models\[0\]\.(source|name)",
+    "host": r"server\.host",
+    "port": r"server\.port",
+    "device": r"models\[\d+\]\.versions\[0\]\.device",
+}
+
+
 def option(flag: str, *names: str, **attributes: Any) -> Callable[[F], F]:
     """Declare a flag that also reads the environment variable EMBEDSVC_<FLAG>."""
-    variable = "EMBEDSVC_" + flag.removeprefix("--").replace("-", "_").upper()
+    variable = _variable(flag.removeprefix("--"))
     return click.option(flag, *names, envvar=variable, **attributes)
+
+
+def _variable(name: str) -> str:
+    return "EMBEDSVC_" + name.replace("-", "_").upper()
 
 
 def model_options(command: F) -> F:
@@ -223,8 +238,21 @@ def mistakes_in_one_line() -> Iterator[None]:
     try:
         yield
     except EmbedsvcError as error:
-        click.echo(f"embedsvc: {error}", err=True)
+        click.echo(f"embedsvc: {as_given(str(error))}", err=True)
         sys.exit(1)
+
+
+def as_given(message: str) -> str:
+    """Name flags and environment variables where a message begins with the fields they set."""
+    where, colon, what = message.partition(": ")
+    context = click.get_current_context()
+    for name, field in _FIELDS_OF_FLAGS.items():
+        source = context.get_parameter_source(name)
+        if source is ParameterSource.COMMANDLINE:
+            where = re.sub(field, f"--{name}", where)
+        elif source is ParameterSource.ENVIRONMENT:
+            where = re.sub(field, _variable(name), where)
+    return where + colon + what
 
 
 def print_ready(url: str, info: dict[str, Any]) -> None:

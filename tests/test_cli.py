@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,20 +98,63 @@ def test_every_model_flag_reads_the_environment(
     assert line in out.splitlines()
 
 
-def test_a_model_that_is_not_there_ends_serve_in_one_line(tmp_path: Path) -> None:
-    """`serve` with a folder that does not exist says so on stderr and exits with 1."""
-    serve = [sys.executable, "-m", "embedsvc.cli", "serve", "--port", "0", "--log-level", "error"]
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("model", "./absent", "there is no folder './absent'"),
+        ("model", "/", "must be a string without spaces"),
+        ("device", "tpu", "must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    ],
+)
+def test_a_mistake_is_told_of_what_was_written(flag: str, value: str, told: str) -> None:
+    """A flag or a variable is named in the place of the field that it sets."""
+    variable = f"EMBEDSVC_{flag.upper()}"
+
+    _, _, err = embedsvc("check", f"--{flag}", value)
+    assert err.startswith(f"embedsvc: --{flag}: {told}")
+    _, _, err = embedsvc("check", **{variable: value})
+    assert err.startswith(f"embedsvc: {variable}: {told}")
+
+
+def test_a_mistake_in_a_file_is_told_of_the_file_beside_flags(tmp_path: Path) -> None:
+    """Only what a flag sets is named by the flag."""
+    path = tmp_path / "config.toml"
+    path.write_text('[[models]]\nname = "m"\nsource = "./absent"')
+
+    _, _, err = embedsvc("check", path, "--device", "cpu")
+    assert err.startswith("embedsvc: models[0].source: there is no folder")
+
+
+def refused(*arguments: str, **environment: str) -> str:
+    """Run `serve` in a process of its own, which must refuse in one line; return the line."""
+    serve = [sys.executable, "-m", "embedsvc.cli", "serve", "--log-level", "error"]
     done = subprocess.run(
-        [*serve, "--model", str(tmp_path / "absent")],
+        [*serve, *arguments],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
-
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("embedsvc: models[0]")
     assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_model_that_is_not_there_ends_serve_in_one_line(tmp_path: Path) -> None:
+    """`serve` with a folder that does not exist says so on stderr and exits with 1."""
+    line = refused("--port", "0", "--model", str(tmp_path / "absent"))
+
+    assert line.startswith("embedsvc: --model: there is no folder")
+
+
+def test_an_address_in_use_ends_serve_in_one_line() -> None:
+    """The user learns what to change, under the name that was used."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused("--host", "127.0.0.1", EMBEDSVC_PORT=port)
+
+    assert line.startswith("embedsvc: --host, EMBEDSVC_PORT: cannot listen on 127.0.0.1:")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "no json", '{"text": 3}'])
