@@ -18,6 +18,7 @@ class EmbedCall:
         inputs: texts, or token ids of the model's own vocabulary.
         truncate: end that long texts lose; None takes the model's setting.
         prompt_name: prompt put before every text; None takes the model's default.
+        prompt_field: what the client calls it, for errors.
         normalize: whether vectors get unit length.
         dimensions: leading components to keep; None keeps all.
         priority: share class; None decides by the number of inputs.
@@ -30,6 +31,7 @@ class EmbedCall:
     inputs: list[str] | list[list[int]]
     truncate: Truncation | None = None
     prompt_name: str | None = None
+    prompt_field: str = "prompt_name"
     normalize: bool = True
     dimensions: int | None = None
     priority: Priority | None = None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
-from embedsvc.config import Config, ModelConfig, VersionConfig
+from embedsvc.config import Auto, Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.buckets import Limits, first_edges
 from embedsvc.engine.calibrate import Calibration
@@ -23,7 +23,7 @@ from embedsvc.engine.measured import measure
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Request, Sequence
 from embedsvc.engine.warm_up import warm_up
-from embedsvc.errors import ConfigError, InvalidRequest
+from embedsvc.errors import ConfigError, InvalidRequest, ModelError
 from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model, load_model
 from embedsvc.models.buffers import BufferPool
@@ -59,10 +59,14 @@ class Deployment:
         """Prompts by name: the model's own and those of the configuration, which win."""
         return self.folder.prompts | self.settings.prompts
 
-    def prompt(self, name: str | None) -> str:
+    def prompt(self, name: str | None, field: str = "prompt_name") -> str:
         """Return the text of a prompt.
 
         `query` and `document` are understood by every model, as no prompt where it has none.
+
+        Args:
+            name: of the prompt; None takes the default.
+            field: what names it, for the error.
 
         Raises:
             InvalidRequest: the model has no prompt of this name.
@@ -80,7 +84,7 @@ class Deployment:
             return ""
         known = ", ".join(sorted({*prompts, "query", "document"}))
         raise InvalidRequest(
-            f"The model has no prompt '{name[:100]}'. Known: {known}.", param="prompt_name"
+            f"{field}: the model has no prompt '{name[:100]}'. Known: {known}.", param=field
         )
 
     def dimensions(self, asked: int | None) -> int:
@@ -176,7 +180,8 @@ def deploy(
     version = model_config.versions[0]
     began = time.perf_counter()
     cache = Cache(config.server.cache_dir)
-    folder, tokenizer, model = load(version, f"{where}.source", cache)
+    folder, tokenizer, model = load(version, where, cache)
+    _check_buckets(version.batching.buckets, f"{where}.versions[0].batching.buckets", model)
     device, found = measure(model, folder, version, devices, cache)
     engine_metrics = metrics.version(model_config.name, version.name)
     engine = _engine(model_config.name, version, model, device, found, engine_metrics)
@@ -185,7 +190,7 @@ def deploy(
         check_golden(cast(CheckedModel, model), folder, cache)
     lengths = _shown_lengths(model.max_length, engine_metrics)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
-    return Deployment(
+    deployment = Deployment(
         config=model_config,
         settings=version,
         folder=folder,
@@ -198,18 +203,38 @@ def deploy(
         refit=_refit(version, lengths, engine.policy),
         created=int(time.time()),
     )
+    try:
+        deployment.prompt(None, f"{where}.versions[0].default_prompt_name")
+    except InvalidRequest as error:
+        raise ConfigError(error.message) from error
+    return deployment
 
 
 def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder, Tokenizer, Model]:
     """Return the folder, the tokenizer and the loaded model of a version.
 
+    Args:
+        version: of the model.
+        where: path of the model in the configuration.
+        cache: knows outcomes of self-checks.
+
     Raises:
-        StartError: one of them cannot be had; the message starts with `where`.
+        ModelError: one of them cannot be had; the message starts with `where`.
     """
-    folder = resolve(version.source, sha256=version.sha256, where=where)
+    folder = resolve(version.source, sha256=version.sha256, where=f"{where}.source")
     max_length = folder.max_length if version.max_length == "auto" else version.max_length
-    tokenizer = Tokenizer(folder, max_length)
-    return folder, tokenizer, load_model(version, folder, tokenizer.pad_id, cache.directory)
+    try:
+        tokenizer = Tokenizer(folder, max_length)
+        return folder, tokenizer, load_model(version, folder, tokenizer.pad_id, cache.directory)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
+
+
+def _check_buckets(buckets: list[int] | Auto, where: str, model: Model) -> None:
+    if buckets != "auto" and buckets[-1] > model.max_length:
+        raise ConfigError(
+            f"{where}: the last edge is {buckets[-1]}, over max_length {model.max_length}"
+        )
 
 
 def _shown_lengths(max_length: int, metrics: VersionMetrics) -> LengthHistogram:
@@ -244,7 +269,9 @@ def _engine(
         max_batch_delay_s=batching.max_batch_delay_ms / 1000,
         max_age_s=batching.max_age_s,
     )
-    edges = _edges(batching.buckets, model.max_length)
+    edges = first_edges(model.max_length)
+    if batching.buckets != "auto":
+        edges = sorted({*batching.buckets, model.max_length})
     capacity = max(limits.max_batch_tokens, model.max_length)
 
     return Engine(
@@ -256,13 +283,3 @@ def _engine(
         Admission(batching.max_queue_sequences, batching.max_queue_tokens),
         metrics,
     )
-
-
-def _edges(buckets: list[int] | str, max_length: int) -> list[int]:
-    if isinstance(buckets, str):
-        return first_edges(max_length)
-    if buckets[-1] > max_length:
-        raise ConfigError(
-            f"batching.buckets: the last edge is {buckets[-1]}, over max_length {max_length}"
-        )
-    return sorted({*buckets, max_length})

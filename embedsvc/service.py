@@ -276,7 +276,7 @@ class Service:
             tokenizer,
             call.inputs,
             truncate=truncate,
-            prompt=deployment.prompt(call.prompt_name),
+            prompt=deployment.prompt(call.prompt_name, call.prompt_field),
             add_special_tokens=call.add_special_tokens,
         )
 

@@ -27,8 +27,7 @@ def verify(config: Config) -> Iterator[tuple[bool, str]]:
     cache, devices = Cache(config.server.cache_dir), Devices(config)
     try:
         for index, model in enumerate(config.models):
-            where = f"models[{index}].versions[0].source"
-            yield from _verify(model.name, model.versions[0], where, cache, devices)
+            yield from _verify(model.name, model.versions[0], f"models[{index}]", cache, devices)
     finally:
         devices.close()
 

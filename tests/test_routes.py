@@ -69,18 +69,19 @@ async def test_bad_tokenize_requests_are_400(
 
 
 @pytest.mark.parametrize("inputs", [["a"] * 3, ["a" * 50, "b" * 51]])
+@pytest.mark.parametrize("field", ["input", "inputs"])
 async def test_more_texts_than_an_embedding_may_have_are_not_tokenized(
-    service: FakeService, inputs: list[str]
+    service: FakeService, inputs: list[str], field: str
 ) -> None:
     """Too many of them, or too much in all: each token is a line of JSON."""
     server = ServerConfig(max_inputs=2, max_request_tokens=100)
     service.config = Config(server=server, models=service.config.models)
     async with client_of(service) as client:
-        refused = await client.post("/tokenize", json={"input": inputs})
-        served = await client.post("/tokenize", json={"input": ["a" * 50, "b" * 50]})
+        refused = await client.post("/tokenize", json={field: inputs})
+        served = await client.post("/tokenize", json={field: ["a" * 50, "b" * 50]})
 
     assert refused.status_code == 400
-    assert error_of(refused)["param"] == "input"
+    assert error_of(refused)["param"] == field
     assert served.status_code == 200
 
 

@@ -20,6 +20,7 @@ from embedsvc.config import (
 )
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import (
+    ConfigError,
     DeadlineExceeded,
     InputTooLong,
     InvalidRequest,
@@ -151,9 +152,30 @@ async def test_ids_of_the_vocabulary_equal_their_text(service: Service) -> None:
 
 
 async def test_an_unknown_prompt_is_refused_and_the_known_are_listed(service: Service) -> None:
-    """The caller learns which prompts exist."""
-    with pytest.raises(InvalidRequest, match=r"no prompt 'poem'. Known: .*query"):
-        await service.embed(EmbedCall(NAME, ["hello"], prompt_name="poem"))
+    """The caller learns which prompts exist, and which of its fields named another."""
+    call = EmbedCall(NAME, ["hello"], prompt_name="poem", prompt_field="task")
+    with pytest.raises(InvalidRequest, match=r"task: .* no prompt 'poem'. Known: .*query") as told:
+        await service.embed(call)
+
+    assert told.value.param == "task"
+
+
+async def test_an_unknown_default_prompt_fails_the_start(cache: Path) -> None:
+    """Else every request that names none would be refused for what it did not say."""
+    service = Service(make_config(cache, default_prompt_name="poem"))
+    with pytest.raises(ConfigError, match=r"^models\[0\]\.versions\[0\]\.default_prompt_name: "):
+        await service.start()
+    await service.stop()
+
+
+async def test_buckets_over_the_models_maximum_fail_the_start(cache: Path) -> None:
+    """The path of the field tells which model's they are."""
+    service = Service(make_config(cache, batching=BatchingConfig(buckets=[64, 9000])))
+    with pytest.raises(
+        ConfigError, match=r"^models\[0\]\.versions\[0\]\.batching\.buckets: .*9000"
+    ):
+        await service.start()
+    await service.stop()
 
 
 async def test_a_prompt_counts_as_text(cache: Path) -> None:

@@ -34,7 +34,7 @@ from embedsvc.http.access import presented_key
 from embedsvc.http.body import read_body
 from embedsvc.http.protocol import bug, default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
-from embedsvc.http.schemas import TokenizeRequest, decode, model_name, texts
+from embedsvc.http.schemas import TokenizeRequest, decode, model_name, texts, texts_field
 from embedsvc.metrics import CONTENT_TYPE
 from embedsvc.service import Service
 from embedsvc.tokenization import Token
@@ -99,7 +99,7 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
     asked = decode(_TOKENIZE_DECODER, body)
     model = model_name(asked.model, default_model(service))
     inputs = texts(asked)
-    _check_size(inputs, limits)
+    _check_size(inputs, texts_field(asked), limits)
     tokenized = await service.tokenize(
         model,
         inputs,
@@ -113,19 +113,19 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
     return _reply(request, {"model": model, "data": data})
 
 
-def _check_size(inputs: list[str], limits: ServerConfig) -> None:
+def _check_size(inputs: list[str], field: str, limits: ServerConfig) -> None:
     if len(inputs) > limits.max_inputs:
         raise TooManyInputs(
-            f"input has {len(inputs)} items; at most {limits.max_inputs} are allowed.",
-            param="input",
+            f"{field} has {len(inputs)} items; at most {limits.max_inputs} are allowed.",
+            param=field,
         )
     characters = sum(map(len, inputs))
     if characters > limits.max_request_tokens:
         # A token has a character at least, so the answer cannot be larger than an embedding's.
         raise TooManyTokens(
-            f"input has {characters} characters; at most {limits.max_request_tokens} are shown as "
-            "tokens in one request.",
-            param="input",
+            f"{field} has {characters} characters; at most {limits.max_request_tokens} are shown "
+            "as tokens in one request.",
+            param=field,
         )
 
 

@@ -136,11 +136,13 @@ def embed_call(
     """
     if request.embed_dtype not in (None, "float32", "float"):
         raise InvalidRequest("embed_dtype must be float32 for now.", param="embed_dtype")
+    prompt_field, prompt_name = _prompt(request)
     return EmbedCall(
         model=model_name(request.model, default_model),
         inputs=_inputs(request.input),
         truncate=_truncation(request.truncate),
-        prompt_name=_prompt_name(request),
+        prompt_name=prompt_name,
+        prompt_field=prompt_field,
         normalize=request.normalize is not False,
         dimensions=_dimensions(request.dimensions),
         priority=_priority(request.priority),
@@ -187,11 +189,17 @@ def texts(request: TokenizeRequest) -> list[str]:
     Raises:
         InvalidRequest: neither a string nor a list of strings.
     """
-    value = request.inputs if request.input is None else request.input
+    field = texts_field(request)
+    value = getattr(request, field)
     inputs = [value] if isinstance(value, str) else value
     if not isinstance(inputs, list) or any(type(text) is not str for text in inputs):
-        raise InvalidRequest("'input' must be a string or a list of strings.", param="input")
+        raise InvalidRequest(f"'{field}' must be a string or a list of strings.", param=field)
     return inputs
+
+
+def texts_field(request: TokenizeRequest) -> str:
+    """Return under which of its two names a tokenize request gives its texts."""
+    return "inputs" if request.input is None and request.inputs is not None else "input"
 
 
 def _inputs(value: Any) -> list[str] | list[list[int]]:
@@ -250,11 +258,13 @@ def _truncation(value: str | bool | None) -> Truncation | None:
         ) from None
 
 
-def _prompt_name(request: EmbeddingsRequest) -> str | None:
-    if request.prompt_name is not None:
-        return request.prompt_name
-    task = request.task if request.input_type is None else request.input_type
-    return None if task is None else PROMPT_OF_TASK.get(task, task)
+def _prompt(request: EmbeddingsRequest) -> tuple[str, str | None]:
+    """Return the field that names the prompt, and the name."""
+    if request.prompt_name is None:
+        for field, task in (("input_type", request.input_type), ("task", request.task)):
+            if task is not None:
+                return field, PROMPT_OF_TASK.get(task, task)
+    return "prompt_name", request.prompt_name
 
 
 def _dimensions(value: int | float | None) -> int | None:
