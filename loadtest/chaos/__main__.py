@@ -11,11 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,39 +19,25 @@ import msgspec
 import uvloop
 
 from embedsvc.bench.scrape import seconds_to_idle
-from embedsvc.bench.serving import Server, running
-from embedsvc.config import DEFAULT_NAME
-from loadtest.census import Bystanders, Census, census
+from loadtest.census import Bystanders, census
 from loadtest.chaos.checker import Verdict
-from loadtest.chaos.client import Run, User, Watch
-from loadtest.chaos.faults import FAULTS, WITHOUT_PROCESSES, Target, inject, reload_config
+from loadtest.chaos.client import User, Watch
+from loadtest.chaos.faults import (
+    FAULTS,
+    SETTLE_S,
+    WITHOUT_PROCESSES,
+    Target,
+    inject,
+    left_behind,
+    reload_config,
+)
 from loadtest.chaos.plan import MOST_TEXTS, Habits, Visit, schedule, visits
 from loadtest.chaos.report import Report, report
-from loadtest.chaos.texts import Pool, hashed, random_texts
-from loadtest.target import Bars, arguments, raise_open_files
-from loadtest.vectors import embed
+from loadtest.chaos.setup import prepared
+from loadtest.target import Bars, arguments
 
-N_TEXTS = 2_000
-DEADLINE_S = 20.0
 # Load before the first fault.
 WARM_UP_S = 2.0
-SETTLE_S, LOOK_S = 20.0, 0.5
-
-CONFIG = f"""
-[server]
-timeout_s = {DEADLINE_S}
-max_body_bytes = 671{{turn}}0000
-
-[[models]]
-name = "{DEFAULT_NAME}"
-
-[[models.versions]]
-"""
-# Of the weightless model only: no measurement of it may be kept, and batches are to be many.
-CONFIG_OF_HASH = """
-[models.versions.batching]
-max_batch_tokens = 4096
-"""
 
 
 @dataclass(slots=True)
@@ -92,43 +73,15 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="where the server's log goes")
     parser.add_argument("--backend", default="hash", choices=["auto", "torch", "hash"])
     args, flags = arguments(parser)
-    outcome = chaos(args, flags)
+    with prepared(args.backend, flags, seed=args.seed, log=args.log) as target:
+        outcome = uvloop.run(storm(target, args))
     show(outcome)
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2))
     judge(outcome)
 
 
-def chaos(args: argparse.Namespace, flags: list[str]) -> Outcome:
-    """Serve, and break what is served for some seconds."""
-    raise_open_files()
-    texts = random_texts(N_TEXTS, random.Random(args.seed))
-    exact = args.backend == "hash"
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        log = stack.enter_context((args.log or folder / "log").open("w"))
-        text, file = config_of(folder, exact=exact), folder / "chaos.toml"
-        file.write_text(text.replace("{turn}", "0"))
-        command = [sys.executable, "-m", "loadtest.chaos.server", "serve", str(file)]
-        command += ["--port", "0", "--backend", args.backend, *flags]
-        with ThreadPoolExecutor() as threads:
-            hashing = threads.submit(hashed, texts if exact else [])
-            server = stack.enter_context(running(command, log=log))
-        vectors = hashing.result()
-        if not exact:
-            vectors = embed(server.address, texts, n_clients=1, texts_per_call=1)
-        run = Run(server.address, server.model, Pool(texts, vectors, exact), DEADLINE_S)
-        return uvloop.run(storm(server, Target(server.pid, file, text, run), args))
-
-
-def config_of(folder: Path, *, exact: bool) -> str:
-    """Return the server's file; `{turn}` in it changes each time it is written."""
-    if exact:
-        return CONFIG.replace("[server]", f'[server]\ncache_dir = "{folder}"') + CONFIG_OF_HASH
-    return CONFIG
-
-
-async def storm(server: Server, target: Target, args: argparse.Namespace) -> Outcome:
+async def storm(target: Target, args: argparse.Namespace) -> Outcome:
     """Let users come and faults happen; see what is left afterwards."""
     run, watch = target.run, Watch()
     exact = run.pool.exact
@@ -138,12 +91,12 @@ async def storm(server: Server, target: Target, args: argparse.Namespace) -> Out
         asyncio.create_task(User(run, f"user{k}").live(visits(args.seed, k, habits)))
         for k in range(args.users)
     ]
-    began, bystanders = perf_counter(), Bystanders(server.pid)
+    began, bystanders = perf_counter(), Bystanders(target.pid)
     # What is made once, when it is first needed, is there before anything is counted.
     await reload_config(target)
     await asyncio.sleep(WARM_UP_S)
     target.journal.clear()
-    before = census(server.pid)
+    before = census(target.pid)
     planned = schedule(
         args.seed,
         faults_for(target, exact=exact),
@@ -158,10 +111,10 @@ async def storm(server: Server, target: Target, args: argparse.Namespace) -> Out
     watching.cancel()
     others_cores = bystanders.cores()
     last = await User(run, "last").call(Visit(picks=range(32)))
-    _, busy = await seconds_to_idle(server.address, SETTLE_S)
+    _, busy = await seconds_to_idle(run.address, SETTLE_S)
     return Outcome(
         report=report(run.calls, target.journal, watch.stalls, watch.lag_p99_s, others_cores),
-        left_behind=await left_behind(server.pid, before),
+        left_behind=await left_behind(target.pid, before),
         busy=busy,
         last=last.verdict,
         n_skipped=target.n_skipped,
@@ -173,16 +126,6 @@ def faults_for(target: Target, *, exact: bool) -> list[str]:
     if not target.models():
         return list(WITHOUT_PROCESSES)
     return [name for name in FAULTS if exact or name != "poison"]
-
-
-async def left_behind(pid: int, before: Census) -> dict[str, str]:
-    """Return what a server holds more of than before, once nothing of it goes away any more."""
-    until = perf_counter() + SETTLE_S
-    while True:
-        more = before.left_behind(census(pid))
-        if not more or perf_counter() > until:
-            return more
-        await asyncio.sleep(LOOK_S)
 
 
 def show(outcome: Outcome) -> None:

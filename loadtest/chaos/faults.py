@@ -14,7 +14,7 @@ from time import perf_counter
 
 import psutil
 
-from loadtest.census import model_processes
+from loadtest.census import Census, census, model_processes
 from loadtest.chaos.checker import Injected
 from loadtest.chaos.client import Run, User
 from loadtest.chaos.plan import Planned, Visit
@@ -23,6 +23,8 @@ from loadtest.chaos.plan import Planned, Visit
 FOUND_WITHIN_S, LOOK_S = 30.0, 0.01
 # How long one that starts is held, and how long a broken file lies there.
 HELD_S, BROKEN_S = 3.0, 1.0
+# What goes away by itself is gone by then.
+SETTLE_S, SETTLE_LOOK_S = 20.0, 0.5
 
 
 @dataclass(slots=True)
@@ -139,3 +141,13 @@ FAULTS: dict[str, Inject] = {
 }
 # What can be done to a server whose models have no processes of their own.
 WITHOUT_PROCESSES = ("reload", "break")
+
+
+async def left_behind(pid: int, before: Census) -> dict[str, str]:
+    """Return what a server holds more of than before, once nothing of it goes away any more."""
+    until = perf_counter() + SETTLE_S
+    while True:
+        more = before.left_behind(census(pid))
+        if not more or perf_counter() > until:
+            return more
+        await asyncio.sleep(SETTLE_LOOK_S)

@@ -15,7 +15,6 @@ MOST_TEXTS = 2048
 # Shares of calls with one text, with few, and with many.
 ONE, FEW = 0.6, 0.35
 MOST_OF_FEW = 64
-MEAN_PAUSE_S = 0.05
 # Deadlines that clients state, in seconds, each with its weight; None states none.
 DEADLINES: dict[float | None, int] = {None: 30, 30.0: 30, 5.0: 20, 1.0: 14, 0.3: 4, 0.1: 1, 0.02: 1}
 
@@ -58,12 +57,14 @@ class Habits:
         most_texts: of one request.
         poison: in what ways texts break this model; empty for none.
         poison_share: of the calls that have a poisoned text.
+        mean_pause_s: between an answer and the next request.
     """
 
     n_pool: int
     most_texts: int = MOST_TEXTS
     poison: Sequence[Poison] = ("raise", "nan")
     poison_share: float = 0.01
+    mean_pause_s: float = 0.05
 
 
 def visits(seed: int, user: int, habits: Habits) -> Iterator[Visit]:
@@ -85,7 +86,7 @@ def _visit(rng: random.Random, habits: Habits) -> Visit:
         timeout_s=rng.choices(list(DEADLINES), list(DEADLINES.values()))[0],
         floats=n_texts <= MOST_OF_FEW and rng.random() < 0.1,
         fresh=rng.random() < 0.1,
-        pause_s=rng.expovariate(1 / MEAN_PAUSE_S),
+        pause_s=rng.expovariate(1) * habits.mean_pause_s,
         upload_pauses_s=[rng.uniform(0, 0.3) for _ in range(8)] if slow_upload else (),
         slow_reader=rng.random() < 0.05,
         leave_after_s=rng.expovariate(1 / 0.1) if rng.random() < 0.08 else None,
