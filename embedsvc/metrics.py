@@ -179,7 +179,8 @@ class _VersionFamilies:
         self.inference = self._histogram("inference_seconds", "Time of a batch on the device.")
         self.cost_error = self._histogram(
             "cost_error_ratio",
-            "Distance of a batch's measured time from the corrected prediction, as a share of it.",
+            "Distance of a batch's measured time from its corrected prediction, as a share of it.",
+            "width",
             buckets=ERROR_BUCKETS,
         )
 
@@ -228,10 +229,14 @@ class VersionMetrics:
         self.edge_switches = families.edge_switches.labels(model, version)
         self.tokenize = families.tokenize.labels(model, version)
         self.inference = families.inference.labels(model, version)
-        self.cost_error = families.cost_error.labels(model, version)
         self.queue = {
             name: families.queue.labels(model, version, name) for name in LENGTH_CLASS_NAMES
         }
+
+    def cost_error(self, width_class: int, share: float) -> None:
+        """Count a batch by how far off its prediction was; a class is shown once it has one."""
+        name = WIDTH_CLASS_NAMES[width_class]
+        self._families.cost_error.labels(*self._labels, name).observe(share)
 
     def cost_is(self, seconds: Mapping[str, float]) -> None:
         """Show the terms of the fitted cost model."""

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from embedsvc.bench.serving import served
 from loadtest import restart, workload
 from loadtest.arrivals import arrivals, scaled, trace_times
 from loadtest.closed import ClosedLoop
+from loadtest.cost import between, quantile
 from loadtest.ghosts import ghost
 from loadtest.overload import judge
 from loadtest.shapes import SHAPES, users_at
@@ -488,6 +490,35 @@ def test_overload_is_judged(
     assert ended.value.code == (not met)
 
 
+def test_quantiles_of_a_histogram_lie_inside_their_bucket() -> None:
+    """Errors are spread evenly over a bucket; beyond the last bound it is that bound."""
+    counts = {0.02: 10.0, 0.08: 50.0, 0.25: 90.0, inf: 100.0}
+
+    assert quantile(counts, 0.05) == pytest.approx(0.01)
+    assert quantile(counts, 0.5) == pytest.approx(0.08)
+    assert quantile(counts, 0.7) == pytest.approx(0.165)
+    assert quantile(counts, 0.99) == 0.25
+
+
+def test_errors_are_counted_between_two_scrapes() -> None:
+    """What a server had judged before does not count, nor what another width had."""
+    family = "# TYPE embedsvc_cost_error_ratio histogram\n"
+
+    def scraped(n_short: int, n_long: int) -> Samples:
+        lines = [
+            f'embedsvc_cost_error_ratio_bucket{{width="{width}",le="{le}"}} {n}'
+            for width, n in (("le_16", n_short), ("le_256", n_long))
+            for le in ("0.08", "+Inf")
+        ]
+        return Samples(family + "\n".join(lines) + "\n")
+
+    before, after = scraped(5, 0), scraped(5, 3)
+
+    assert between(before, after) == {0.08: 3, inf: 3}
+    assert between(before, after, width="le_256") == {0.08: 3, inf: 3}
+    assert between(before, after, width="le_16") == {}
+
+
 def test_questions_are_shorter_than_passages() -> None:
     """The two pools of the mixed workload hold what their names say."""
     short, long = workload.questions_and_passages()
@@ -505,6 +536,7 @@ def test_questions_are_shorter_than_passages() -> None:
     "line",
     [
         "burst --calls 50",
+        "cost --clients 4 --calls 100 --seconds 1",
         "ghosts --ghosts 40",
         "idle --connections 60 --seconds 1",
         "overload --seconds 1 --peak-calls 50 --max-rate 200",

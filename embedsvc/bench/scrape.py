@@ -38,6 +38,15 @@ class Samples:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """Return the cumulative counts of a histogram with these labels by upper bound."""
+        counts: dict[float, float] = {}
+        for sample in self._samples:
+            if sample.name == f"{name}_bucket" and labels.items() <= sample.labels.items():
+                bound = float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0.0) + sample.value
+        return counts
+
     @property
     def busy(self) -> dict[str, float]:
         """The queue's gauges that are not zero."""

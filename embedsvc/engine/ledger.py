@@ -175,7 +175,8 @@ class Ledger:
         Source: each prediction is judged by what it was made without: A. P. Dawid, "The prequential
         approach", Journal of the Royal Statistical Society A 147, 1984.
         """
-        self._metrics.cost_error.observe(abs(ratio / self.correction.factor(width) - 1))
+        error = abs(ratio / self.correction.factor(width) - 1)
+        self._metrics.cost_error(width_class(width), error)
         news = self.correction.observe(width, ratio)
         if news is not None:
             self._tell(news)
