@@ -203,11 +203,15 @@ def deploy(
         refit=_refit(version, lengths, engine.policy),
         created=int(time.time()),
     )
+    _check_prompt(deployment, f"{where}.versions[0].default_prompt_name")
+    return deployment
+
+
+def _check_prompt(deployment: Deployment, where: str) -> None:
     try:
-        deployment.prompt(None, f"{where}.versions[0].default_prompt_name")
+        deployment.prompt(None, where)
     except InvalidRequest as error:
         raise ConfigError(error.message) from error
-    return deployment
 
 
 def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder, Tokenizer, Model]:
