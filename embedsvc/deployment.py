@@ -177,20 +177,18 @@ def deploy(
     Raises:
         StartError: the model cannot be served.
     """
-    version = model_config.versions[0]
+    version, cache = model_config.versions[0], Cache(config.server.cache_dir)
     began = time.perf_counter()
-    cache = Cache(config.server.cache_dir)
     folder, tokenizer, model = load(version, where, cache)
     _check_buckets(version.batching.buckets, f"{where}.versions[0].batching.buckets", model)
-    device, found = measure(model, folder, version, devices, cache)
     engine_metrics = metrics.version(model_config.name, version.name)
+    device, found = measure(model, folder, version, devices, cache)
     engine = _engine(model_config.name, version, model, device, found, engine_metrics)
-    warm_up(model, device, engine.policy)
     if version.backend != "hash":
         check_golden(cast(CheckedModel, model), folder, cache)
     lengths = _shown_lengths(model.max_length, engine_metrics)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
-    deployment = Deployment(
+    deployed = Deployment(
         config=model_config,
         settings=version,
         folder=folder,
@@ -203,15 +201,16 @@ def deploy(
         refit=_refit(version, lengths, engine.policy),
         created=int(time.time()),
     )
-    _check_prompt(deployment, f"{where}.versions[0].default_prompt_name")
-    return deployment
+    return _checked(deployed, f"{where}.versions[0].default_prompt_name")
 
 
-def _check_prompt(deployment: Deployment, where: str) -> None:
+def _checked(deployment: Deployment, where: str) -> Deployment:
+    """Return a deployment whose default prompt, configured at `where`, it has."""
     try:
         deployment.prompt(None, where)
     except InvalidRequest as error:
         raise ConfigError(error.message) from error
+    return deployment
 
 
 def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder, Tokenizer, Model]:
@@ -278,11 +277,13 @@ def _engine(
         edges = sorted({*batching.buckets, model.max_length})
     capacity = max(limits.max_batch_tokens, model.max_length)
 
+    policy = Policy(edges, found.cost, limits)
+    warm_up(model, device, policy)
     return Engine(
         name,
         model,
         device,
-        Policy(edges, found.cost, limits),
+        policy,
         BufferPool(partial(model.allocate, capacity, limits.max_batch_size), device.slots),
         Admission(batching.max_queue_sequences, batching.max_queue_tokens),
         metrics,
