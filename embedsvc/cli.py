@@ -97,6 +97,7 @@ def main() -> None:
 @model_options
 @option("--host", help="Address to listen on.")
 @option("--port", type=click.IntRange(0, 65535), help="Port; 0 takes a free one.")
+@option("--workers", type=click.IntRange(1, 64), help="HTTP processes on the address.")
 @log_level
 def serve(config: Path | None, log_level: str, **flags: Any) -> None:
     """Serve until SIGTERM; without a file and flags, all-MiniLM-L6-v2 on 127.0.0.1:8000.
@@ -110,15 +111,34 @@ def serve(config: Path | None, log_level: str, **flags: Any) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with mistakes_in_one_line():
         effective = load_config(config, flags)
-        from embedsvc.http import server
-        from embedsvc.service import Service
 
-        service = Service(effective)
-        server.serve(
-            service,
-            on_ready=lambda url: print_ready(url, service.info()),
-            reread=lambda: load_config(config, flags),
-        )
+        def reread() -> Config:
+            return load_config(config, flags)
+
+        if effective.server.workers > 1:
+            from embedsvc.supervisor.supervisor import supervise
+
+            start = [sys.executable, "-m", "embedsvc.cli", "worker", "--log-level", log_level]
+            supervise(effective, start, reread, print_ready)
+        else:
+            from embedsvc.http import server
+            from embedsvc.service import Service
+
+            service = Service(effective)
+            server.serve(service, lambda url: print_ready(url, service.info()), reread)
+
+
+@main.command(hidden=True)
+@click.argument("number", type=int)
+@click.argument("control", type=int)
+@click.argument("listeners", type=int, nargs=-1)
+@log_level
+def worker(number: int, control: int, listeners: tuple[int, ...], log_level: str) -> None:
+    """Be one of the processes of `serve --workers`, which gives it these file descriptors."""
+    set_up_logging(log_level, f"worker {number} ")
+    from embedsvc.supervisor.worker import run
+
+    run(control, listeners)
 
 
 @main.command()
@@ -226,9 +246,10 @@ def load_config(path: Path | None, flags: dict[str, Any]) -> Config:
     return load(path, Overrides(**flags))
 
 
-def set_up_logging(level: str) -> None:
-    """Log to stderr; libraries only from warnings up."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LOG_FORMAT)
+def set_up_logging(level: str, who: str = "") -> None:
+    """Log to stderr, libraries only from warnings up; `who` tells one process from others."""
+    form = _LOG_FORMAT.replace("%(levelname)s", f"{who}%(levelname)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=form)
     logging.getLogger("embedsvc").setLevel(level.upper())
 
 

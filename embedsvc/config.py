@@ -34,6 +34,15 @@ class ServerConfig(Section, frozen=True):
 
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one.")] = 8000
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="HTTP processes on the address. One serves several thousand requests a "
+            "second; more pay only where it is what keeps its core busy.",
+        ),
+    ] = 1
     timeout_s: Annotated[
         float, Meta(gt=0, description="Deadline of a request that states none.")
     ] = 60.0

@@ -38,6 +38,7 @@ class Overrides(Struct, frozen=True, kw_only=True):
         model: a source, served instead of the file's models.
         host: for `server.host`.
         port: for `server.port`.
+        workers: for `server.workers`.
         device: for every version.
         dtype: for every version.
         backend: for every version.
@@ -46,6 +47,7 @@ class Overrides(Struct, frozen=True, kw_only=True):
     model: str | None = None
     host: str | None = None
     port: int | None = None
+    workers: int | None = None
     device: str | None = None
     dtype: str | None = None
     backend: str | None = None
@@ -96,7 +98,7 @@ def _decode(raw: dict[str, Any]) -> Config:
 def _override(config: Config, overrides: Overrides) -> Config:
     # An empty flag is the same as none, as it is for environment variables.
     given = {name: value for name, value in asdict(overrides).items() if value not in (None, "")}
-    server = {name: given[name] for name in ("host", "port") if name in given}
+    server = {name: given[name] for name in ("host", "port", "workers") if name in given}
     version: dict[str, Any] = {
         name: given[name] for name in ("device", "dtype", "backend") if name in given
     }

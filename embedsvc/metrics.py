@@ -31,6 +31,14 @@ TEXT_TOKENS_EDGES = (
     *(512 << octave | step * (64 << octave) for octave in range(6) for step in range(8)),
     32_768,
 )
+# Gauges of several workers become one by the least or the most of them; all others are summed.
+LEAST_OF_ALL = frozenset({"embedsvc_ready", "embedsvc_batch_memory_share"})
+MOST_OF_ALL = frozenset({
+    "embedsvc_build_info",
+    "embedsvc_cost_correction",
+    "embedsvc_event_loop_lag_seconds",
+    "embedsvc_queue_oldest_seconds",
+})  # fmt: skip
 VERSION_LABELS = ("model", "version")
 LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
@@ -72,6 +80,13 @@ class Metrics:
         self._ready = Gauge(
             "embedsvc_ready", "1 while every model is loaded and alive.", registry=self.registry
         )
+        self._workers = Gauge(
+            "embedsvc_workers", "HTTP processes that are ready.", registry=self.registry
+        )
+        self.worker_deaths = Counter(
+            "embedsvc_worker_deaths", "Workers that died, or ended unasked.",
+            registry=self.registry,
+        )  # fmt: skip
         self._by_version = _VersionFamilies(self.registry)
 
     def request(self, route: str, status: int, reason: str, seconds: float | None) -> None:
@@ -93,7 +108,8 @@ class Metrics:
 
     def ready_from(self, ready: Callable[[], bool]) -> None:
         """Read readiness from a function at every scrape."""
-        self._ready.set_function(lambda: float(ready()))
+        for gauge in (self._ready, self._workers):
+            gauge.set_function(lambda: float(ready()))
 
     def version(self, model: str, version: str) -> VersionMetrics:
         """Return the metrics of one version of one model."""

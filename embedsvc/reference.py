@@ -95,7 +95,7 @@ def _commands() -> Iterator[str]:
 
 def _command(command: click.Command, name: str) -> Iterator[str]:
     if isinstance(command, click.Group):
-        for child in command.commands.values():
+        for child in (c for c in command.commands.values() if not c.hidden):
             yield from _command(child, f"{name} {child.name}")
         return
     arguments = [p.metavar or "" for p in command.params if isinstance(p, click.Argument)]

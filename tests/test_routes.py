@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,15 @@ async def test_what_can_be_got_can_be_asked_for_by_its_head_alone(
 
 
 async def test_metrics_and_info_are_shown(client: httpx.AsyncClient) -> None:
-    """Both come from the service as they are."""
+    """Both come from the service as they are; the latter says which process answers."""
     await client.post(URL, json={"input": "a"})
     metrics = await client.get("/metrics")
 
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
     counted = 'embedsvc_requests_total{reason="ok",route="/v1/embeddings",status="200"} 1.0'
     assert counted in metrics.text
-    assert (await client.get("/info")).json() == {"state": "ready"}
+    info = (await client.get("/info")).json()
+    assert info == {"state": "ready", "worker": {"number": 0, "of": 1, "pid": os.getpid()}}
 
 
 async def test_the_lifespan_starts_and_stops_the_service() -> None:

@@ -18,7 +18,7 @@ import pytest
 from embedsvc.config import Config, ServerConfig
 from embedsvc.errors import StartError
 from embedsvc.http.server import serve
-from embedsvc.http.sockets import listen
+from embedsvc.http.sockets import listen, listen_together
 from embedsvc.service import Service
 from tests.http_fakes import FakeService
 from tests.http_process import Process
@@ -267,3 +267,13 @@ def test_an_address_in_use_is_named() -> None:
 
         with pytest.raises(StartError, match=rf"server\.port: .*{server.port}"):
             serve(cast("Service", service))
+
+
+def test_an_address_for_several_sockets_is_taken_alone_first() -> None:
+    """A second server of the same user is an address in use, not half of the connections."""
+    sockets = listen_together(ServerConfig(port=0), 2)
+    ports = [one.getsockname()[1] for one in sockets]
+    with sockets[0], sockets[1], pytest.raises(StartError, match=r"server\.port: .*in use"):
+        listen_together(ServerConfig(port=ports[0]), 2)
+
+    assert ports[0] == ports[1]

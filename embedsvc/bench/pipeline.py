@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -29,8 +28,6 @@ DIM = 384
 N_CONNECTIONS = 32
 TEXT = "How do I reset the password of my account?"
 WARMUP_S = 1.0
-# Drives a server for some seconds and returns the requests per second.
-Rate = Callable[[Server, float], float]
 
 
 class PipelineResult(Struct, frozen=True):
@@ -59,23 +56,23 @@ def run_pipeline(rounds: int, seconds: float) -> PipelineResult:
     Raises:
         EmbedsvcError: a server did not start, or an answer was not 200 or not of the right shape.
     """
-    rate = _wrk_rate if shutil.which("wrk") else _own_rate
     sides: dict[str, list[float]] = {"embedsvc": [], "bare": []}
     for _ in range(rounds):
         with served("--backend", "hash", "--log-level", "warning") as server:
-            sides["embedsvc"].append(_measure(server, rate, seconds))
+            sides["embedsvc"].append(requests_per_s(server, seconds))
         with running([sys.executable, "-m", "embedsvc.bench.bare", str(DIM)]) as server:
-            sides["bare"].append(_measure(server, rate, seconds))
+            sides["bare"].append(requests_per_s(server, seconds))
     return PipelineResult(
-        client="wrk" if rate is _wrk_rate else "embedsvc",
+        client="wrk" if shutil.which("wrk") else "embedsvc",
         embedsvc=sides["embedsvc"],
         bare=sides["bare"],
         ratio=round(statistics.median(sides["embedsvc"]) / statistics.median(sides["bare"]), 3),
     )
 
 
-def _measure(server: Server, rate: Rate, seconds: float) -> float:
+def requests_per_s(server: Server, seconds: float) -> float:
     """Check the shape of a reply before and after; warm up and measure in between."""
+    rate = _wrk_rate if shutil.which("wrk") else _own_rate
     uvloop.run(_check(server))
     rate(server, WARMUP_S)
     measured = rate(server, seconds)

@@ -6,8 +6,9 @@ Any ASGI server can run it; `embedsvc.http.server` is the one with our shutdown.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -104,7 +105,16 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> App:
     app.endpoint, app.journal = endpoint, journal
     app.state.draining = False
     app.state.request_ids = request_ids
+    app.state.worker = {"number": 0, "of": 1, "pid": os.getpid()}
+    app.state.all_metrics = _metrics_of(service)
     return app
+
+
+def _metrics_of(service: Service) -> Callable[[], Awaitable[bytes]]:
+    async def render() -> bytes:
+        return service.metrics.render()
+
+    return render
 
 
 def _running(service: Service) -> Lifespan:

@@ -144,16 +144,16 @@ async def ready(service: ServiceOfApp, state: State) -> Response[dict[str, str]]
 
 
 @readable("/metrics")
-async def metrics(service: ServiceOfApp) -> Response[bytes]:
-    """Return all metrics in Prometheus' text format, to whoever asks, as scrapers expect."""
-    return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+async def metrics(state: State) -> Response[bytes]:
+    """Return the metrics of all workers in Prometheus' text format, to whoever asks."""
+    return Response(await state.all_metrics(), media_type=CONTENT_TYPE)
 
 
 @readable("/info")
-async def info(request: AnyRequest, service: ServiceOfApp) -> dict[str, Any]:
-    """Describe the service and its models."""
+async def info(request: AnyRequest, service: ServiceOfApp, state: State) -> dict[str, Any]:
+    """Describe the service and its models, and say which worker answers."""
     _need_key(request, service)
-    return service.info()
+    return service.info() | {"worker": state.worker}
 
 
 def _need_key(request: AnyRequest, service: Service) -> None:

@@ -18,7 +18,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -29,6 +28,7 @@ from embedsvc.config import Config, ServerConfig
 from embedsvc.errors import ConfigError
 from embedsvc.http.app import create_app
 from embedsvc.http.connection import Connection
+from embedsvc.http.signals import END_SIGNALS, next_one_kills
 from embedsvc.http.sockets import (
     BACKLOG,
     accept_waiting,
@@ -42,7 +42,6 @@ from embedsvc.service import Service
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # What uvicorn may still wait for connections after the service gave its last answers.
 LAST_ANSWERS_S = 5
 # How long a device may keep its last batch before the process ends without it.
@@ -112,13 +111,13 @@ class Server(uvicorn.Server):
         """Take the signals over, in the one place uvicorn provides for it."""
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
-            for number in SIGNALS:
+            for number in END_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, number)
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
             try:
                 yield
             finally:
-                for number in (*SIGNALS, signal.SIGHUP):
+                for number in (*END_SIGNALS, signal.SIGHUP):
                     loop.remove_signal_handler(number)
         else:
             yield
@@ -171,19 +170,17 @@ class Server(uvicorn.Server):
 
     def _on_signal(self, number: int) -> None:
         loop = asyncio.get_running_loop()
-        for each in SIGNALS:
+        for each in END_SIGNALS:
             loop.remove_signal_handler(each)
-            # Even a loop that hangs is ended by the second signal. The kernel keeps the default
-            # action from the first process of a container.
-            signal.signal(each, _exit_killed if os.getpid() == 1 else signal.SIG_DFL)
+        next_one_kills()
         log.info("%s: finishing what is in flight", signal.Signals(number).name)
         if self._service.state == "loading":
             _exit_now()
-        self._told_to_end = True
         self.drain()
 
     def drain(self) -> None:
         """Turn unready and end every connection with its next response; later, accept no more."""
+        self._told_to_end = True
         self._app.state.draining = self.terms.draining = True
         loop = asyncio.get_running_loop()
         loop.call_later(self._service.config.server.drain_delay_s, self._accept_no_more)
@@ -287,8 +284,3 @@ def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _exit_killed(number: int, _: FrameType | None) -> None:
-    """End at once, with the exit status that a shell shows for this signal."""
-    os._exit(128 + number)

@@ -1,0 +1,172 @@
+"""One worker process as its supervisor sees it. Lives on the supervisor's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from embedsvc.config import Config
+from embedsvc.errors import StartError
+from embedsvc.supervisor.messages import (
+    FROM_WORKER,
+    AskMetrics,
+    Failed,
+    FromWorker,
+    Line,
+    Loaded,
+    OwnMetrics,
+    Serve,
+    Start,
+    TellMetrics,
+    ToWorker,
+)
+from embedsvc.totals import Family
+
+
+class Child:
+    """A worker from its process's start to its end.
+
+    Attributes:
+        number: of the worker whose place it has.
+        pid: of its process.
+        ended: done with the exit status when everything it said has been heard.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        process: asyncio.subprocess.Process,
+        line: Line[FromWorker],
+        on_metrics: Callable[[Child, list[Family] | None], None],
+    ) -> None:
+        self.number = number
+        self.pid = process.pid
+        self._process = process
+        self._line = line
+        self._on_metrics = on_metrics
+        loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[Loaded | Failed] = loop.create_future()
+        self._loaded_at = 0.0
+        self._serving: list[int] = []
+        self._told: asyncio.Future[None] | None = None
+        self.ended = asyncio.create_task(self._follow())
+
+    @classmethod
+    async def spawn(
+        cls,
+        number: int,
+        command: Sequence[str],
+        listeners: Sequence[socket.socket],
+        on_metrics: Callable[[Child, list[Family] | None], None],
+    ) -> Child:
+        """Start a process; it imports what it needs, and waits to be told what to load.
+
+        Args:
+            number: of the worker.
+            command: starts one, given its number and its file descriptors: of the socket to this
+                process and of the listening ones.
+            listeners: all listening sockets.
+            on_metrics: called with its numbers, or with None where it asks for those of all.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = [sock.fileno() for sock in (theirs, *listeners)]
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *map(str, (number, *fds)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                # Not with the terminal's keys, which would end it before it has drained.
+                process_group=0,
+            )
+        return cls(number, process, await Line.open(ours, FROM_WORKER), on_metrics)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return not self.ended.done()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has loaded, and runs."""
+        return self.alive and self._loaded_at > 0
+
+    @property
+    def ready_s(self) -> float:
+        """Seconds since it had loaded; 0 where it never has."""
+        return time.monotonic() - self._loaded_at if self._loaded_at else 0.0
+
+    def load(self, config: Config, n_workers: int) -> None:
+        """Have it load; the first thing it is told."""
+        self.tell(Start(config, self.number, n_workers))
+
+    async def loaded(self) -> dict[str, Any]:
+        """Wait until it has loaded; return what it serves.
+
+        Raises:
+            StartError: it cannot load, or it died.
+        """
+        outcome = await asyncio.shield(self._loaded)
+        if isinstance(outcome, Failed):
+            raise StartError(outcome.reason)
+        return outcome.info
+
+    def serve(self, numbers: list[int]) -> None:
+        """Have it accept from these of the listening sockets, and from no others."""
+        if numbers != self._serving:
+            self._serving = numbers
+            self.tell(Serve(numbers))
+
+    async def numbers_told(self) -> None:
+        """Ask for its numbers and wait until they are here, or it is gone."""
+        if self._told is None:
+            self._told = asyncio.get_running_loop().create_future()
+            self.tell(TellMetrics())
+        await asyncio.shield(self._told)
+
+    def tell(self, message: ToWorker) -> None:
+        """Send it a message."""
+        self._line.tell(message)
+
+    def kill(self) -> None:
+        """End its process at once."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _follow(self) -> int:
+        while (message := await self._line.hear()) is not None:
+            match message:
+                case Loaded():
+                    self._loaded_at = time.monotonic()
+                    self._loaded.set_result(message)
+                case Failed():
+                    self._fail(message)
+                case OwnMetrics(families):
+                    self._on_metrics(self, families)
+                    self._hear_told()
+                case AskMetrics():
+                    self._on_metrics(self, None)
+        status = await self._process.wait()
+        self._line.close()
+        self._fail(Failed(f"worker {self.number} ended while it loaded: {in_words(status)}"))
+        self._hear_told()
+        return status
+
+    def _fail(self, failed: Failed) -> None:
+        if not self._loaded.done():
+            self._loaded.set_result(failed)
+
+    def _hear_told(self) -> None:
+        if self._told is not None:
+            self._told.set_result(None)
+            self._told = None
+
+
+def in_words(status: int) -> str:
+    """Return an exit status as a user knows it."""
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name

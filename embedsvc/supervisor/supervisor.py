@@ -1,0 +1,280 @@
+"""The supervisor: N workers on one address, none of which is missed for long.
+
+It opens the listening sockets once and never accepts from them. Worker k accepts from socket k;
+while it cannot, another one does. Runs on an event loop of its own and imports no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from msgspec.structs import replace
+
+from embedsvc.config import Config, ServerConfig
+from embedsvc.errors import ConfigError, StartError
+from embedsvc.http.signals import END_SIGNALS, next_one_kills
+from embedsvc.http.sockets import allow_many_connections, listen_together, url_of
+from embedsvc.metrics import Metrics
+from embedsvc.supervisor.backoff import Backoff
+from embedsvc.supervisor.child import Child, in_words
+from embedsvc.supervisor.messages import AllMetrics, Drain, Retire
+from embedsvc.totals import COUNTED, Family, Totals, families_of
+
+log = logging.getLogger(__name__)
+
+# Fields of `[server]` that the sockets and the number of workers follow from.
+FIXED = ("host", "port", "workers")
+# A worker that has not told its numbers by then is shown with those it told before.
+METRICS_S = 1.0
+# What a worker may take to end beyond its drain times.
+END_SLACK_S = 20.0
+
+Reread = Callable[[], Config]
+OnReady = Callable[[str, dict[str, Any]], None]
+
+
+def supervise(config: Config, command: Sequence[str], reread: Reread, on_ready: OnReady) -> None:
+    """Keep `server.workers` workers serving until SIGTERM or SIGINT; then let them finish.
+
+    Args:
+        config: checked.
+        command: starts a worker; see `Child.spawn`.
+        reread: reads the configuration again, at SIGHUP; on a worker thread.
+        on_ready: called with the address and with what the first worker serves, when all are ready.
+
+    Raises:
+        StartError: the address cannot be listened on, or a worker cannot be started.
+    """
+    allow_many_connections()
+    with ExitStack() as stack:
+        listeners = listen_together(config.server, config.server.workers)
+        for listener in listeners:
+            stack.enter_context(listener)
+        asyncio.run(Supervisor(config, listeners, command, reread, on_ready).run())
+
+
+class Supervisor:
+    """The workers of one address."""
+
+    def __init__(
+        self,
+        config: Config,
+        listeners: Sequence[socket.socket],
+        command: Sequence[str],
+        reread: Reread,
+        on_ready: OnReady,
+    ) -> None:
+        self._config = config
+        self._listeners = listeners
+        self._command = command
+        self._reread = reread
+        self._on_ready = on_ready
+        self._n = len(listeners)
+        # Who has worker k's place; everyone whose process runs, successors and retired included.
+        self._places: list[Child] = []
+        self._children: set[Child] = set()
+        # Held by whoever starts a process for place k.
+        self._starting = [asyncio.Lock() for _ in listeners]
+        self._hung_up = asyncio.Event()
+        self._metrics, self._totals = Metrics(), Totals()
+        self._scraping = asyncio.Lock()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Start, supervise, and end when told.
+
+        Raises:
+            StartError: a worker cannot be started.
+        """
+        loop = asyncio.get_running_loop()
+        living = asyncio.create_task(self._live())
+        for number in END_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number, living)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
+        await asyncio.wait([living])
+        if living.cancelled():
+            await self._drain()
+        else:
+            for child in self._children:
+                child.kill()
+            living.result()
+
+    def _on_signal(self, number: int, living: asyncio.Task[None]) -> None:
+        next_one_kills()
+        log.info("%s: the workers finish what is in flight", signal.Signals(number).name)
+        living.cancel()
+
+    async def _live(self) -> None:
+        info = await self._start()
+        self._on_ready(url_of(self._listeners[0]), info)
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._n):
+                group.create_task(self._keep(number))
+            group.create_task(self._renew_when_told())
+
+    async def _start(self) -> dict[str, Any]:
+        """Start all workers: the first one measures what the others then find in the cache."""
+        self._places = [await self._spawn(number) for number in range(self._n)]
+        first, *others = self._places
+        first.load(self._config, self._n)
+        self._assign()
+        info = await first.loaded()
+        for child in others:
+            child.load(self._config, self._n)
+        await asyncio.gather(*(child.loaded() for child in others))
+        self._assign()
+        return info
+
+    # --- who accepts -----------------------------------------------------------------------------
+
+    def _assign(self) -> None:
+        """Let every ready worker accept from its own socket, and one also for those that are not.
+
+        The first one to load does so while it loads, and answers that it is not ready.
+        """
+        ready = [child for child in self._places if child.ready]
+        alive = [child for child in self._places if child.alive]
+        stand_in = (ready or alive or self._places)[0]
+        for child in self._places:
+            serves = child in ready or child is stand_in
+            others = [c.number for c in self._places if c not in ready and child is stand_in]
+            child.serve(sorted({*others, child.number}) if serves else [])
+
+    # --- replacing -------------------------------------------------------------------------------
+
+    async def _spawn(self, number: int) -> Child:
+        child = await Child.spawn(number, self._command, self._listeners, self._on_metrics)
+        self._children.add(child)
+        child.ended.add_done_callback(lambda _: self._forget(child))
+        return child
+
+    def _forget(self, child: Child) -> None:
+        self._children.discard(child)
+        self._totals.forget(child)
+
+    async def _succeed(self, number: int, config: Config) -> Child:
+        """Start a worker for a place and give it the place once it is ready; return who had it.
+
+        Raises:
+            StartError: it cannot be started.
+        """
+        successor = await self._spawn(number)
+        successor.load(config, self._n)
+        await successor.loaded()
+        log.info("worker ready number=%d pid=%d", number, successor.pid)
+        before, self._places[number] = self._places[number], successor
+        self._assign()
+        return before
+
+    async def _keep(self, number: int) -> None:
+        """Replace whoever has a place when it dies."""
+        backoff = Backoff()
+        while True:
+            child = self._places[number]
+            await asyncio.wait([child.ended])
+            if self._places[number] is not child:
+                continue
+            self._metrics.worker_deaths.inc()
+            self._assign()
+            why = f"died: {in_words(child.ended.result())}"
+            lived_s = child.ready_s
+            while self._places[number] is child:
+                pause_s = backoff.pause_s(lived_s)
+                log.error("worker %d %s; another one starts in %.0f s", number, why, pause_s)
+                await asyncio.sleep(pause_s)
+                async with self._starting[number]:
+                    if self._places[number] is child:
+                        try:
+                            await self._succeed(number, self._config)
+                        except StartError as error:
+                            why, lived_s = f"could not be started: {error}", 0.0
+
+    async def _renew_when_told(self) -> None:
+        while True:
+            await self._hung_up.wait()
+            self._hung_up.clear()
+            try:
+                fresh = await asyncio.to_thread(self._reread)
+            except ConfigError as error:
+                log.error("configuration not taken over, the old one stays: %s", error)
+                continue
+            await self._renew(self._with_fixed(fresh))
+
+    def _with_fixed(self, fresh: Config) -> Config:
+        kept = {name: getattr(self._config.server, name) for name in FIXED}
+        changed = [name for name in FIXED if getattr(fresh.server, name) != kept[name]]
+        if changed:
+            names = " ".join(f"server.{name}" for name in changed)
+            log.warning("these need a restart, the old values stay: %s", names)
+        return replace(fresh, server=replace(fresh.server, **kept))
+
+    async def _renew(self, fresh: Config) -> None:
+        """Replace the workers one by one; each one leaves only when its successor is ready."""
+        log.info("workers are renewed one by one")
+        for number in range(self._n):
+            try:
+                async with self._starting[number]:
+                    old = await self._succeed(number, fresh)
+            except StartError as error:
+                log.error("worker %d not renewed, the old one stays: %s", number, error)
+                return
+            self._config = fresh
+            old.tell(Retire())
+            await self._ended([old], fresh.server)
+        log.info("all workers are renewed")
+
+    # --- metrics ---------------------------------------------------------------------------------
+
+    def _on_metrics(self, child: Child, families: list[Family] | None) -> None:
+        if families is not None:
+            self._totals.tell(child, families)
+            return
+        answering = asyncio.create_task(self._tell_all_metrics(child))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+
+    async def _tell_all_metrics(self, asking: Child) -> None:
+        async with self._scraping:
+            telling = [
+                asyncio.ensure_future(child.numbers_told())
+                for child in self._children
+                if child.ready
+            ]
+            if telling:
+                await asyncio.wait(telling, timeout=METRICS_S)
+            own = [f for f in families_of(self._metrics.registry) if f.kind in COUNTED]
+            self._totals.tell(self, own)
+            asking.tell(AllMetrics(self._totals.render()))
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Let those who serve finish; nobody waits for the others."""
+        # Each worker closes its socket when it has accepted the last connection; this is a copy.
+        for listener in self._listeners:
+            listener.close()
+        for child in self._children:
+            if child.ready:
+                child.tell(Drain())
+            else:
+                child.kill()
+        await self._ended(self._children, self._config.server)
+
+    async def _ended(self, children: Sequence[Child] | set[Child], server: ServerConfig) -> None:
+        """Wait for processes to end; kill those that take longer than they may."""
+        limit_s = server.drain_delay_s + server.drain_timeout_s + END_SLACK_S
+        ending = {child.ended: child for child in children}
+        if not ending:
+            return
+        _, late = await asyncio.wait(ending, timeout=limit_s)
+        for ended in late:
+            log.error("worker %d does not end; killing it", ending[ended].number)
+            ending[ended].kill()
+        if late:
+            await asyncio.wait(late)

@@ -1,0 +1,325 @@
+"""Several workers: who answers, who is missed, and how all of them are renewed or end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embedsvc.supervisor.backoff import MOST_S, STABLE_S, Backoff
+from tests.http_wire import post
+from tests.supervised import (
+    NOWHERE,
+    WAIT_S,
+    Client,
+    Load,
+    Supervised,
+    half_a_request,
+    one_of_each,
+    workers,
+)
+
+pytestmark = pytest.mark.timeout(90)
+
+REQUESTS = "embedsvc_requests_total"
+# Of 64 connections spread at random over two workers, one gets fewer than this once in 10^9 times.
+LEAST_OF_64 = 9
+
+MISSING_MODEL = f'[[models]]\nname = "m"\nsource = "{NOWHERE}"\n'
+# As little to measure and to warm up as can be.
+REAL_MODEL = """
+[[devices]]
+slots = 1
+threads_per_slot = 1
+[[models]]
+name = "m"
+[[models.versions]]
+max_length = 32
+[models.versions.batching]
+buckets = [32]
+max_batch_tokens = 64
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder whose cache all servers share."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path) -> Iterator[tuple[Supervised, tuple[str, int]]]:
+    """Yield a server for the tests that leave it in order."""
+    server = Supervised(home)
+    try:
+        yield server, server.address()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server(shared: tuple[Supervised, tuple[str, int]]) -> Supervised:
+    """Return a server with an empty configuration file."""
+    shared[0].write("")
+    return shared[0]
+
+
+@pytest.fixture
+def address(shared: tuple[Supervised, tuple[str, int]]) -> tuple[str, int]:
+    """Return its address."""
+    return shared[1]
+
+
+@pytest.fixture
+def own(home: Path) -> Iterator[Supervised]:
+    """Yield a server that a test may end."""
+    server = Supervised(home)
+    yield server
+    server.close()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Wait until processes have ended; say whether all have."""
+    return not psutil.wait_procs(processes, timeout=WAIT_S)[1]
+
+
+# --- serving -------------------------------------------------------------------------------------
+
+
+def test_connections_are_spread_over_the_workers(address: tuple[str, int]) -> None:
+    """At random: the kernel hashes addresses and ports with a secret of its own."""
+    clients = [Client(address) for _ in range(64)]
+    numbers = [client.worker().number for client in clients]
+    for client in clients:
+        client.close()
+
+    assert min(numbers.count(0), numbers.count(1)) >= LEAST_OF_64
+
+
+def test_metrics_are_those_of_all_whoever_is_asked(address: tuple[str, int]) -> None:
+    """What one worker has counted, the other one shows too."""
+    (one, _), (other, _) = one_of_each(address).values()
+    before = one.metric(REQUESTS)
+    one.embed()
+    one.embed()
+    other.embed()
+
+    # Asking for the worker counts as well.
+    assert one.metric(REQUESTS) == other.metric(REQUESTS) == before + 3
+    assert one.metric("embedsvc_workers") == 2
+    one.close()
+    other.close()
+
+
+def test_the_supervisor_imports_nothing_heavy() -> None:
+    """It needs memory for nothing but its workers."""
+    script = (
+        "import sys, embedsvc.supervisor.supervisor; "
+        "print({'torch', 'numpy', 'litestar', 'uvicorn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+
+    assert done.stdout == b"set()\n"
+
+
+# --- a worker dies -------------------------------------------------------------------------------
+
+
+def test_a_workers_death_costs_its_own_connections_and_nothing_else(
+    server: Supervised, address: tuple[str, int]
+) -> None:
+    """Others are served, newcomers too, at once; it is replaced; what was counted stays."""
+    (kept, survivor), (lost, victim) = one_of_each(address).values()
+    lost.embed()
+    deaths = kept.metric("embedsvc_worker_deaths_total")
+    before = kept.metric(REQUESTS)
+    os.kill(victim.pid, signal.SIGKILL)
+    newcomers = [Client(address) for _ in range(32)]
+    for client in newcomers:
+        client.embed()
+        client.close()
+    with pytest.raises(OSError):  # noqa: PT011  # reset or closed, as the kernel sees fit
+        lost.embed()
+    kept.embed()
+    again = server.said(rf"worker ready number={victim.number} pid=(\d+)")
+    now = workers(address)
+
+    assert {worker.pid for worker in now} == {survivor.pid, int(again[1])}
+    assert kept.metric(REQUESTS) >= before + 33
+    assert kept.metric("embedsvc_worker_deaths_total") == deaths + 1
+    assert kept.metric("embedsvc_workers") == 2
+    kept.close()
+    lost.close()
+
+
+@pytest.mark.parametrize("lived_s", [0.0, STABLE_S - 1])
+def test_pauses_double_up_to_a_limit(lived_s: float) -> None:
+    """While nothing lives for long."""
+    backoff = Backoff()
+    pauses = [backoff.pause_s(lived_s) for _ in range(8)]
+
+    assert pauses == [0, 1, 2, 4, 8, 16, MOST_S, MOST_S]
+
+
+def test_a_long_life_forgets_earlier_deaths() -> None:
+    """The next one is started at once."""
+    backoff = Backoff()
+    for _ in range(5):
+        backoff.pause_s(0.0)
+
+    assert backoff.pause_s(STABLE_S) == 0
+    assert backoff.pause_s(0.0) == 1
+
+
+# --- SIGHUP --------------------------------------------------------------------------------------
+
+
+def test_a_renewal_under_load_fails_no_request(
+    server: Supervised, address: tuple[str, int]
+) -> None:
+    """No client asks twice; all of them end up with new workers and the new configuration."""
+    before = workers(address)
+    load = [Load(address) for _ in range(4)]
+    for client in load:
+        client.start()
+    server.write('[server]\nmax_inputs = 7\nhost = "::1"\n')
+    server.hang_up()
+    deferred = server.said("these need a restart, the old values stay: (.*)")
+    server.said("all workers are renewed")
+    counts = [client.answers for client in load]
+    after = workers(address)
+    for client in load:
+        client.stop.set()
+        client.join()
+
+    assert [client.error for client in load] == [None] * 4
+    assert min(counts) > 0
+    assert not {worker.pid for worker in before} & {worker.pid for worker in after}
+    assert deferred[1] == "server.host"
+
+
+def test_counts_survive_a_renewal(server: Supervised, address: tuple[str, int]) -> None:
+    """To the last one: who leaves tells them."""
+    client = Client(address)
+    client.embed()
+    before = client.metric(REQUESTS)
+    client.embed()
+    client.close()
+    server.hang_up()
+    server.said("all workers are renewed")
+    client = Client(address)
+
+    assert client.metric(REQUESTS) == before + 1
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[server]\nmax_inputs = 0\n", r"not taken over.*: server\.max_inputs: must be"),
+        (MISSING_MODEL, r"worker 0 not renewed, the old one stays: models\[0\]"),
+    ],
+    ids=["a mistake", "a model that is not there"],
+)
+def test_a_configuration_that_cannot_be_served_changes_nothing(
+    server: Supervised, address: tuple[str, int], text: str, complaint: str
+) -> None:
+    """The log says what is wrong with it, and the old workers serve on."""
+    before = workers(address)
+    server.write(text)
+    server.hang_up()
+    server.said(complaint)
+
+    assert workers(address) == before
+
+
+def test_deaths_and_renewals_leave_nothing_open(
+    server: Supervised, address: tuple[str, int]
+) -> None:
+    """As many files as at the start."""
+    os.kill(workers(address)[0].pid, signal.SIGKILL)
+    server.said(r"worker ready number=0 pid=(\d+)")
+    server.hang_up()
+    server.said("all workers are renewed")
+
+    assert psutil.Process(server.child.pid).num_fds() == server.n_files
+    assert len(server.processes()) == 3
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_sigterm_finishes_what_is_in_flight(own: Supervised) -> None:
+    """Also where everybody of the group gets it; then nobody is left, and the exit is 0."""
+    address = own.address()
+    processes = own.processes()
+    held = [half_a_request(address) for _ in range(8)]
+    for process in reversed(processes):
+        process.terminate()
+    own.said("SIGTERM: the workers finish what is in flight")
+    replies = []
+    for connection in held:
+        connection.sendall(post().encode()[-1:])
+        replies.append(b"".join(iter(lambda: connection.recv(65536), b"")))  # noqa: B023  # at once
+        connection.close()
+
+    assert [reply[:12] for reply in replies] == [b"HTTP/1.1 200"] * 8
+    assert own.child.wait(WAIT_S) == 0
+    assert gone(processes)
+
+
+def test_the_second_signal_ends_all_at_once(own: Supervised) -> None:
+    """Whoever cannot wait need not."""
+    address = own.address()
+    processes = own.processes()
+    with half_a_request(address):
+        own.child.terminate()
+        own.said("SIGTERM: the workers finish what is in flight")
+        own.child.terminate()
+
+        assert own.child.wait(WAIT_S) == -signal.SIGTERM
+        assert gone(processes)
+
+
+def test_nobody_outlives_the_supervisor(own: Supervised) -> None:
+    """Even where it is killed, and its address is free again."""
+    address = own.address()
+    processes = own.processes()
+    with half_a_request(address):
+        own.child.kill()
+
+        assert gone(processes)
+    with socket.create_server(address):
+        pass
+
+
+# --- the start -----------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    """The error is the first worker's, the exit status 1."""
+    server = Supervised(tmp_path, text=MISSING_MODEL)
+    server.said(r"models\[0\]\.source: no such folder")
+
+    assert server.child.wait(WAIT_S) == 1
+    server.close()
+
+
+def test_the_command_line_starts_workers_with_real_models(tmp_path: Path) -> None:
+    """`serve` with more than one worker prints one banner, and either worker gives vectors."""
+    server = Supervised(tmp_path, "embedsvc.cli", REAL_MODEL)
+    address = server.address()
+    for client, _ in one_of_each(address).values():
+        client.embed()
+        client.close()
+    server.child.terminate()
+
+    assert server.child.wait(WAIT_S) == 0
+    server.close()
