@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
-from embedsvc.config import Auto, Config, ModelConfig, VersionConfig
+from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
 from embedsvc.engine.buckets import Limits, first_edges
 from embedsvc.engine.calibrate import Calibration
@@ -36,6 +36,9 @@ from embedsvc.tuning.refit import Refit
 from embedsvc.vector_cache import VectorCache
 
 log = logging.getLogger(__name__)
+
+# Understood by every model, as no prompt where it has none of that name.
+EVERY_MODELS_PROMPTS = ("", "query", "document", "passage")
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,8 +65,6 @@ class Deployment:
     def prompt(self, name: str | None, field: str = "prompt_name") -> str:
         """Return the text of a prompt.
 
-        `query` and `document` are understood by every model, as no prompt where it has none.
-
         Args:
             name: of the prompt; None takes the default.
             field: what names it, for the error.
@@ -80,7 +81,7 @@ class Deployment:
             name = "passage"
         if name in prompts:
             return prompts[name]
-        if name in ("", "query", "passage"):
+        if name in EVERY_MODELS_PROMPTS:
             return ""
         known = ", ".join(sorted({*prompts, "query", "document"}))
         raise InvalidRequest(
@@ -180,7 +181,6 @@ def deploy(
     version, cache = model_config.versions[0], Cache(config.server.cache_dir)
     began = time.perf_counter()
     folder, tokenizer, model = load(version, where, cache)
-    _check_buckets(version.batching.buckets, f"{where}.versions[0].batching.buckets", model)
     engine_metrics = metrics.version(model_config.name, version.name)
     device, found = measure(model, folder, version, devices, cache)
     engine = _engine(model_config.name, version, model, device, found, engine_metrics)
@@ -188,7 +188,7 @@ def deploy(
         check_golden(cast(CheckedModel, model), folder, cache)
     lengths = _shown_lengths(model.max_length, engine_metrics)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
-    deployed = Deployment(
+    return Deployment(
         config=model_config,
         settings=version,
         folder=folder,
@@ -201,16 +201,6 @@ def deploy(
         refit=_refit(version, lengths, engine.policy),
         created=int(time.time()),
     )
-    return _checked(deployed, f"{where}.versions[0].default_prompt_name")
-
-
-def _checked(deployment: Deployment, where: str) -> Deployment:
-    """Return a deployment whose default prompt, configured at `where`, it has."""
-    try:
-        deployment.prompt(None, where)
-    except InvalidRequest as error:
-        raise ConfigError(error.message) from error
-    return deployment
 
 
 def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder, Tokenizer, Model]:
@@ -222,10 +212,11 @@ def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder,
         cache: knows outcomes of self-checks.
 
     Raises:
-        ModelError: one of them cannot be had; the message starts with `where`.
+        StartError: one of them cannot be had; the message starts with `where`.
     """
     folder = resolve(version.source, sha256=version.sha256, where=f"{where}.source")
     max_length = folder.max_length if version.max_length == "auto" else version.max_length
+    _check_settings(version, folder, max_length, f"{where}.versions[0]")
     try:
         tokenizer = Tokenizer(folder, max_length)
         return folder, tokenizer, load_model(version, folder, tokenizer.pad_id, cache.directory)
@@ -233,10 +224,21 @@ def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder,
         raise ModelError(f"{where}: {error}") from error
 
 
-def _check_buckets(buckets: list[int] | Auto, where: str, model: Model) -> None:
-    if buckets != "auto" and buckets[-1] > model.max_length:
+def _check_settings(
+    version: VersionConfig, folder: ModelFolder, max_length: int, where: str
+) -> None:
+    """Refuse what only shows beside the model's own settings."""
+    buckets, default = version.batching.buckets, version.default_prompt_name
+    if buckets != "auto" and buckets[-1] > max_length:
         raise ConfigError(
-            f"{where}: the last edge is {buckets[-1]}, over max_length {model.max_length}"
+            f"{where}.batching.buckets: the last edge is {buckets[-1]}, over max_length "
+            f"{max_length}"
+        )
+    known = {*folder.prompts, *version.prompts, *EVERY_MODELS_PROMPTS}
+    if default not in known:
+        raise ConfigError(
+            f"{where}.default_prompt_name: the model has no prompt '{default}'. Known: "
+            f"{', '.join(sorted(known - {''}))}."
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from embedsvc.calls import EmbedCall
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import TooManyTokens
-from embedsvc.http.schemas import check_ids
+from embedsvc.http.decoding import check_ids
 from tests.http_fakes import MODEL, URL, FakeService, client_of, error_of
 
 pytest_plugins = ["tests.http_fixtures"]
@@ -285,7 +285,7 @@ async def test_a_deadline_that_is_no_time_is_refused_by_name(
     client: httpx.AsyncClient, service: FakeService, value: str
 ) -> None:
     """Who wrote it relies on it, and would learn too late that nothing came of it."""
-    headers = {"x-request-timeout": value.encode("latin-1")}
+    headers = {b"x-request-timeout": value.encode("latin-1")}
     response = await client.post(URL, json={"input": "a"}, headers=headers)
 
     assert response.status_code == 400

@@ -25,6 +25,7 @@ from embedsvc.errors import (
 )
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import Headers, read_body
+from embedsvc.http.decoding import check_ids, decode
 from embedsvc.http.exchange import CLIENT, Client
 from embedsvc.http.journal import Entry, Journal
 from embedsvc.http.replies import (
@@ -36,7 +37,7 @@ from embedsvc.http.replies import (
     error_reply,
     reply_end,
 )
-from embedsvc.http.schemas import EmbeddingsRequest, EncodingFormat, check_ids, decode, embed_call
+from embedsvc.http.schemas import EmbeddingsRequest, EncodingFormat, embed_call
 from embedsvc.http.schemas import encoding_format as asked_encoding_format
 from embedsvc.service import Service
 

@@ -32,9 +32,10 @@ from embedsvc.errors import (
 )
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import read_body
+from embedsvc.http.decoding import decode
 from embedsvc.http.protocol import bug, default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
-from embedsvc.http.schemas import TokenizeRequest, decode, model_name, texts, texts_field
+from embedsvc.http.schemas import TokenizeRequest, model_name, texts, texts_field
 from embedsvc.metrics import CONTENT_TYPE
 from embedsvc.service import Service
 from embedsvc.tokenization import Token

@@ -1,4 +1,4 @@
-"""Request bodies: decoding JSON, the structs, and their translation into calls of the service.
+"""Request bodies: the structs, and their translation into calls of the service.
 
 Knows nothing of ASGI. Runs on the event loop. Limits and names that depend on a model (inputs,
 tokens, dimensions, prompts, vocabulary) are checked by the service, not here.
@@ -6,22 +6,17 @@ tokens, dimensions, prompts, vocabulary) are checked by the service, not here.
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from embedsvc.calls import EmbedCall
 from embedsvc.config import Truncation
 from embedsvc.engine.sequence import NO_KEY, Key, Priority
-from embedsvc.errors import InvalidRequest, TooManyTokens
+from embedsvc.errors import InvalidRequest
 
-T = TypeVar("T")
 EncodingFormat = Literal["float", "base64"]
 
-BOM = b"\xef\xbb\xbf"
 # Names of the two sides of a search in the dialects of Cohere, NIM, Voyage and Jina; anything else
 # is taken as the name of a prompt.
 PROMPT_OF_TASK = {
@@ -40,10 +35,6 @@ TRUNCATIONS: dict[str | bool, Truncation] = {
     True: "END",
     False: "NONE",
 }
-# Lone surrogates are mended by a second, slower reading that holds the event loop: 0.02 s for this.
-MAX_MENDED_BYTES = 1024 * 1024
-_FIELD_OF_PATH = re.compile(r"at `\$\.(\w+)")
-_IDS = re.compile(rb'"input"\s*:\s*\[[\s\[]*-?\d')
 _ACCEPTED_INPUT = "a string, a list of strings, a list of token ids or a list of such lists"
 
 
@@ -72,48 +63,6 @@ class TokenizeRequest(Struct):
     model: str | None = None
     prompt_name: str | None = None
     add_special_tokens: bool | None = None
-
-
-def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
-    """Decode a JSON body.
-
-    A leading byte order mark is skipped. Escaped halves of surrogate pairs, which JavaScript
-    clients send when they cut a text inside an emoji, become U+FFFD.
-
-    Raises:
-        InvalidRequest: not JSON, nested too deeply, not an object, or a field of the wrong type.
-    """
-    if body.startswith(BOM):
-        body = body[len(BOM) :]
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _mistyped(error) from error
-    except RecursionError as error:
-        raise _unparseable("it is nested too deeply") from error
-    except msgspec.DecodeError as error:
-        if b"\\u" in body and len(body) <= MAX_MENDED_BYTES:
-            return _decode_mended(decoder, body)
-        raise _unparseable(str(error) if body else "it is empty") from error
-
-
-def check_ids(body: bytes | bytearray, max_tokens: int) -> None:
-    """Refuse more token ids than one request may have, before each becomes an object.
-
-    For large bodies: 64 MiB of ids hold the event loop for 2 s as objects and for 0.04 s here;
-    texts take 0.04 to 0.1 s to decode (measured, one core of a Xeon). An approximate look: what
-    follows the ids counts too, and ids behind an unusual spelling of the key are not seen.
-
-    Raises:
-        TooManyTokens: `input` is of ids, and of too many.
-    """
-    at = body.find(b'"input"')
-    if at >= 0 and _IDS.match(body, at) and body.count(b",", at) >= max_tokens:
-        raise TooManyTokens(
-            f"input has more than {max_tokens} token ids, the most that one request may have. "
-            "Send fewer at once.",
-            param="input",
-        )
 
 
 def embed_call(
@@ -288,37 +237,4 @@ def _priority(value: str | int | None) -> Priority | None:
             return Priority.BULK
     raise InvalidRequest(
         "priority must be 'interactive', 'bulk', or a number (0 first).", param="priority"
-    )
-
-
-def _decode_mended(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
-    """Decode with the standard library, which lets half surrogate pairs pass, and replace them."""
-    try:
-        mended: T = msgspec.convert(_mend(json.loads(body.decode())), decoder.type)
-    except msgspec.ValidationError as error:
-        raise _mistyped(error) from error
-    except (ValueError, RecursionError) as error:
-        raise _unparseable(str(error)) from error
-    return mended
-
-
-def _mend(value: Any) -> Any:
-    """Replace lone halves of surrogate pairs by U+FFFD in every string."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_mend(element) for element in value]
-    if isinstance(value, dict):
-        return {_mend(key): _mend(element) for key, element in value.items()}
-    return value
-
-
-def _unparseable(why: str) -> InvalidRequest:
-    return InvalidRequest(f"We could not parse the JSON body of your request: {why}.")
-
-
-def _mistyped(error: msgspec.ValidationError) -> InvalidRequest:
-    field = _FIELD_OF_PATH.search(str(error))
-    return InvalidRequest(
-        f"The request body is invalid: {error}.", param=field.group(1) if field else None
     )
