@@ -36,6 +36,7 @@ LEAST_OF_ALL = frozenset({"embedsvc_ready", "embedsvc_batch_memory_share"})
 MOST_OF_ALL = frozenset({
     "embedsvc_build_info",
     "embedsvc_cost_correction",
+    "embedsvc_cost_seconds",
     "embedsvc_event_loop_lag_seconds",
     "embedsvc_queue_oldest_seconds",
 })  # fmt: skip
