@@ -17,6 +17,7 @@ LAYERS = {
     "fields": 0,
     "config": 1,
     "configfile": 2,
+    "terminal": 3,
     "changes": 3,
     "models": 2,
     "metrics": 2,
