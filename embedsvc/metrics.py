@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LENGTH_CLASSES = (32, 128, 512, 2048)
 LENGTH_CLASS_NAMES = ("le_32", "le_128", "le_512", "le_2048", "gt_2048")
 # Upper edges in tokens of the fixed classes of a batch's padded width, finer; the last is open.
-WIDTH_CLASSES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+WIDTH_CLASSES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 WIDTH_CLASS_NAMES = (*(f"le_{edge}" for edge in WIDTH_CLASSES), "gt_2048")
 # Upper edges in tokens of the length histogram, fixed: batches are as wide as a multiple of 8, and
 # above 512 an eighth of an octave is fine enough.
