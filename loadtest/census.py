@@ -11,8 +11,11 @@ from typing import NamedTuple
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
-# The module that runs in the process of a model ends like this.
-MODEL_MODULE = ".worker"
+# Processes with the same value of this variable are of one server.
+MARK = "EMBEDSVC_CENSUS"
+# The module that runs in the process of a model ends like this; the command of an HTTP worker is
+# this one.
+MODEL_MODULE, HTTP_COMMAND = ".worker", "worker"
 
 
 class Census(NamedTuple):
@@ -37,20 +40,39 @@ class Census(NamedTuple):
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants."""
+    """Return a process, all its descendants, and those of them whose parents have died."""
     process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
+    known = [process, *process.children(recursive=True)]
+    mark = process.environ().get(MARK)
+    return known + [one for one in _marked(mark) if one not in known] if mark else known
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                yield process
 
 
 def model_processes(pid: int) -> list[psutil.Process]:
     """Return the processes of a server that run a model, oldest first."""
+    return [one for one, words in _commands(pid) if words[0].endswith(MODEL_MODULE)]
+
+
+def http_workers(pid: int) -> list[psutil.Process]:
+    """Return the processes of a server that serve HTTP for it, oldest first."""
+    return [one for one, words in _commands(pid) if words[1:2] == [HTTP_COMMAND]]
+
+
+def _commands(pid: int) -> list[tuple[psutil.Process, list[str]]]:
+    """Return the Python processes of a server that run a module, its name, and its arguments."""
     found = []
     for process in family(pid):
         with suppress(psutil.Error):
-            command = process.cmdline()
-            if "-m" in command and command[command.index("-m") + 1].endswith(MODEL_MODULE):
-                found.append((process.create_time(), process.pid, process))
-    return [process for _, _, process in sorted(found, key=lambda one: one[:2])]
+            words = process.cmdline()
+            if "-m" in words[:-1]:
+                found.append((process.create_time(), process, words[words.index("-m") + 1 :]))
+    return [(process, words) for _, process, words in sorted(found, key=lambda one: one[0])]
 
 
 def census(pid: int) -> Census:

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--limit-s", type=float, default=3_600.0, help="end the load after it")
     parser.add_argument("--crashes", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=1, help="processes that serve HTTP")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-texts", type=int, default=8, help="of one request")
@@ -45,7 +46,9 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "hash"])
     args, flags = arguments(parser)
     bars = Bars()
-    with prepared(args.backend, flags, seed=args.seed, log=args.log) as target:
+    with prepared(
+        args.backend, flags, workers=args.workers, seed=args.seed, log=args.log
+    ) as target:
         uvloop.run(measure(target, args, bars))
     bars.exit()
 

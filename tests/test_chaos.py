@@ -6,8 +6,10 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from embedsvc.config import DEFAULT_SOURCE
 from embedsvc.models.buffers import Vectors
 from embedsvc.models.source import resolve
 from embedsvc.tokenization import Tokenizer
-from loadtest.census import Census
+from loadtest.census import Census, census
 from loadtest.chaos.checker import (
     GRACE_S,
     Call,
@@ -227,6 +229,29 @@ def test_what_is_left_behind_is_named() -> None:
     assert before.left_behind(before) == {}
 
 
+def test_what_a_process_holds_is_counted() -> None:
+    """A descriptor, a block of shared memory however often it is open, a thread, a child."""
+    before = census(os.getpid())
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    block = os.memfd_create("block")
+    again = os.dup(block)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        held = census(os.getpid())
+        child.kill()
+    over.set()
+    thread.join()
+    os.close(block)
+    os.close(again)
+
+    assert held.processes - before.processes == 1
+    assert held.shared - before.shared == 1
+    assert held.files - before.files >= 2
+    assert held.threads - before.threads == 2
+    assert before.left_behind(census(os.getpid())) == {}
+
+
 # --- the plan ------------------------------------------------------------------------------------
 
 
@@ -372,7 +397,17 @@ def test_the_words_that_break_the_model_are_known() -> None:
 def test_chaos_for_a_few_seconds(tmp_path: Path) -> None:
     """Nothing is lost or wrong; how late answers are depends on the machine."""
     path = tmp_path / "chaos.json"
-    command = [sys.executable, "-m", "loadtest.chaos", "--seconds", "3.5", "--users", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "loadtest.chaos",
+        "--seconds",
+        "3.5",
+        "--users",
+        "8",
+        "--workers",
+        "1",
+    ]
     command += ["--calm-s", "0.5", "--gap-s", "0.5", "--most-texts", "64", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 

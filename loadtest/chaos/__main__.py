@@ -19,14 +19,13 @@ import msgspec
 import uvloop
 
 from embedsvc.bench.scrape import seconds_to_idle
-from loadtest.census import Bystanders, census
+from loadtest.census import Bystanders, Census, census, family
 from loadtest.chaos.checker import Verdict
 from loadtest.chaos.client import User, Watch
 from loadtest.chaos.faults import (
-    FAULTS,
     SETTLE_S,
-    WITHOUT_PROCESSES,
     Target,
+    faults_for,
     inject,
     left_behind,
     reload_config,
@@ -36,8 +35,8 @@ from loadtest.chaos.report import Report, report
 from loadtest.chaos.setup import prepared
 from loadtest.target import Bars, arguments
 
-# Load before the first fault.
-WARM_UP_S = 2.0
+# Load before the first fault; workers are renewed meanwhile.
+WARM_UP_S, RENEWED_WITHIN_S = 2.0, 60.0
 
 
 @dataclass(slots=True)
@@ -64,16 +63,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="processes that serve HTTP")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--most-texts", type=int, default=MOST_TEXTS, help="of one request")
-    parser.add_argument("--gap-s", type=float, default=6.0, help="mean time between faults")
+    parser.add_argument("--gap-s", type=float, default=10.0, help="mean time between faults")
     # A model that hangs is noticed after ten seconds.
     parser.add_argument("--calm-s", type=float, default=15.0, help="without faults at the end")
     parser.add_argument("--json", type=Path, help="where the figures go, too")
     parser.add_argument("--log", type=Path, help="where the server's log goes")
     parser.add_argument("--backend", default="hash", choices=["auto", "torch", "hash"])
     args, flags = arguments(parser)
-    with prepared(args.backend, flags, seed=args.seed, log=args.log) as target:
+    with prepared(
+        args.backend, flags, workers=args.workers, seed=args.seed, log=args.log
+    ) as target:
         outcome = uvloop.run(storm(target, args))
     show(outcome)
     if args.json is not None:
@@ -92,18 +94,10 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
         for k in range(args.users)
     ]
     began, bystanders = perf_counter(), Bystanders(target.pid)
-    # What is made once, when it is first needed, is there before anything is counted.
-    await reload_config(target)
-    await asyncio.sleep(WARM_UP_S)
-    target.journal.clear()
-    before = census(target.pid)
-    planned = schedule(
-        args.seed,
-        faults_for(target, exact=exact),
-        start=WARM_UP_S,
-        end=max(WARM_UP_S, args.seconds - args.calm_s),
-        mean_gap_s=args.gap_s,
-    )
+    before = await warmed_up(target)
+    start = perf_counter() - began
+    end = max(start, args.seconds - args.calm_s)
+    planned = schedule(args.seed, faults_for(target), start=start, end=end, mean_gap_s=args.gap_s)
     await inject(target, planned, began)
     await asyncio.sleep(max(0.0, began + args.seconds - perf_counter()))
     run.over.set()
@@ -121,11 +115,16 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
     )
 
 
-def faults_for(target: Target, *, exact: bool) -> list[str]:
-    """Return what can be done to a server, as its processes tell."""
-    if not target.models():
-        return list(WITHOUT_PROCESSES)
-    return [name for name in FAULTS if exact or name != "poison"]
+async def warmed_up(target: Target) -> Census:
+    """Let the server make what it makes once, when it is first needed; count what it holds."""
+    n_processes = len(family(target.pid))
+    await reload_config(target)
+    target.journal.clear()
+    until = perf_counter() + RENEWED_WITHIN_S
+    while True:
+        await asyncio.sleep(WARM_UP_S)
+        if len(family(target.pid)) == n_processes or perf_counter() > until:
+            return census(target.pid)
 
 
 def show(outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from time import perf_counter
 
 import psutil
 
-from loadtest.census import Census, census, model_processes
+from loadtest.census import Census, census, http_workers, model_processes
 from loadtest.chaos.checker import Injected
 from loadtest.chaos.client import Run, User
 from loadtest.chaos.plan import Planned, Visit
@@ -36,6 +37,7 @@ class Target:
         config: its file, which is written again.
         text: what the file says; `{turn}` changes each time.
         run: the load on it.
+        rng: which process it is done to.
         journal: what was done to it.
         n_skipped: faults for which there was no process at that moment.
     """
@@ -44,6 +46,7 @@ class Target:
     config: Path
     text: str
     run: Run
+    rng: random.Random
     journal: list[Injected] = field(default_factory=list)
     n_skipped: int = 0
     _turns: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -51,6 +54,14 @@ class Target:
     def models(self) -> list[psutil.Process]:
         """Return its processes that run a model, oldest first."""
         return model_processes(self.pid)
+
+    def victim(self) -> psutil.Process:
+        """Return one of its processes that run a model.
+
+        Raises:
+            IndexError: it has none at this moment.
+        """
+        return self.rng.choice(self.models())
 
     def write_config(self) -> None:
         """Write its file, a little different each time."""
@@ -77,14 +88,14 @@ async def inject(target: Target, planned: list[Planned], began: float) -> None:
 
 async def kill_model(target: Target) -> None:
     """End the process of a model."""
-    victim = target.models()[0]
+    victim = target.victim()
     target.note("model killed")
     victim.kill()
 
 
 async def stop_model(target: Target) -> None:
     """Stop the process of a model; its server must notice that it hangs."""
-    victim = target.models()[0]
+    victim = target.victim()
     target.note("model stopped")
     victim.suspend()
 
@@ -100,7 +111,7 @@ async def crash_model(target: Target) -> None:
 async def slow_start(target: Target) -> None:
     """End the process of a model and hold the next one while it starts."""
     known = {process.pid for process in target.models()}
-    victim = target.models()[0]
+    victim = target.victim()
     target.note("model killed, slow start")
     victim.kill()
     until = perf_counter() + FOUND_WITHIN_S
@@ -113,6 +124,15 @@ async def slow_start(target: Target) -> None:
                     process.resume()
                 return
         await asyncio.sleep(LOOK_S)
+
+
+async def kill_worker(target: Target) -> None:
+    """End a process that serves HTTP; note which connections are its own."""
+    victim = target.rng.choice(http_workers(target.pid))
+    victim.suspend()
+    ports = frozenset(c.raddr.port for c in victim.net_connections("tcp") if c.raddr)
+    target.note("worker killed", ports)
+    victim.kill()
 
 
 async def reload_config(target: Target) -> None:
@@ -138,9 +158,17 @@ FAULTS: dict[str, Inject] = {
     "stop": stop_model,
     "poison": crash_model,
     "slow": slow_start,
+    "worker": kill_worker,
 }
-# What can be done to a server whose models have no processes of their own.
-WITHOUT_PROCESSES = ("reload", "break")
+
+
+def faults_for(target: Target) -> list[str]:
+    """Return what can be done to a server, as its processes and its model tell."""
+    names = ["reload", "break"]
+    if target.models():
+        names += ["kill", "stop", "slow"]
+        names += ["poison"] if target.run.pool.exact else []
+    return [*names, "worker"] if http_workers(target.pid) else names
 
 
 async def left_behind(pid: int, before: Census) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import ctypes
 
 import numpy as np
 
@@ -40,7 +39,8 @@ class FaultyModel(HashModel):
         # The first token is the tokenizer's own.
         words = buffer.grid(rows, length)[:, 1]
         if (words == WORDS["crash"][1]).any():
-            os.kill(os.getpid(), signal.SIGSEGV)
+            # A signal sent to the process might find it in another thread, after the answer.
+            ctypes.string_at(0)
         if (words == WORDS["raise"][1]).any():
             raise RuntimeError("broken on purpose")
         buffer.output[:rows][words == WORDS["nan"][1]] = np.nan

@@ -1,18 +1,39 @@
 """`embedsvc serve`, but the weightless model is the one that texts can break.
 
-With an isolated model that one lies in the model's process.
+So it is in every process: of the workers, and of isolated models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from embedsvc import cli
+from embedsvc.config import Config
 from embedsvc.models import hashing
+from embedsvc.supervisor import supervisor
 from loadtest.chaos.faulty import FaultyModel
+
+MODULE = "loadtest.chaos.server"
+_supervise = supervisor.supervise
+
+
+def supervise(
+    config: Config,
+    command: Sequence[str],
+    reread: Callable[[], Config],
+    on_ready: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Supervise workers that run this module."""
+    words = list(command)
+    words[words.index("-m") + 1] = MODULE
+    _supervise(config, words, reread, on_ready)
 
 
 def main() -> None:
-    """Serve."""
+    """Serve, or be a worker of the supervisor."""
     hashing.HashModel = FaultyModel  # type: ignore[misc, assignment]
+    supervisor.supervise = supervise
     cli.main()
 
 
