@@ -227,7 +227,7 @@ class Service:
         estimate = estimate_tokens(call.inputs, deployment.tokenizer.max_length)
         deadline = monotonic() + self._time_s(call, engine.own_s(n, estimate))
         try:
-            engine.admit(n, estimate, priority, deadline - monotonic())
+            engine.admit(n, estimate, priority, deadline - monotonic(), call.key)
         except Overloaded:
             deployment.metrics.texts["rejected"].inc(n)
             self._note_refusal(engine.queue_s)

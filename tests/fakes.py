@@ -206,8 +206,9 @@ def make_rig(
     policy: Policy | None = None,
     clock: Callable[[], float] | None = None,
     max_queue_sequences: int = 10_000,
+    start: bool = True,
 ) -> EngineRig:
-    """Start an engine on the running loop."""
+    """Make an engine and start it on the running loop."""
     model = model or SumModel()
     policy = policy or make_policy(model.max_length)
     limits, metrics = policy.limits, Metrics()
@@ -222,5 +223,6 @@ def make_rig(
         metrics.version("m", "v1"),
         **({"clock": clock} if clock else {}),
     )
-    engine.start()
+    if start:
+        engine.start()
     return EngineRig(engine, model, metrics)

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from embedsvc.engine.admission import PROMISED_LONG_SHARE, PROMISED_SHARE
+from embedsvc.engine.backlog import RETRY_MARGIN
 from embedsvc.engine.correction import WINDOW
 from embedsvc.engine.sequence import Priority
 from embedsvc.errors import Overloaded
@@ -27,7 +28,7 @@ async def test_a_request_that_would_end_late_is_refused_with_a_time() -> None:
         rig.engine.admit(1, 10, INTERACTIVE, left_s=queue_s)
     rig.engine.admit(1, 10, INTERACTIVE, left_s=3 * queue_s)
 
-    late_s = queue_s * (1 - PROMISED_SHARE)
+    late_s = queue_s * (RETRY_MARGIN - PROMISED_SHARE)
     assert refusal.value.retry_after_s == pytest.approx(max(1.0, late_s), rel=0.1)
     rig.engine.admission.release(1, 10)
     rig.engine.abandon(held)

@@ -5,13 +5,10 @@ Lives on the event loop; knows nothing of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from embedsvc.errors import Overloaded
 
 # The share of each bound that bulk requests may hold, so that an upload never fills the queue.
 BULK_SHARE = 0.75
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # A request is admitted while its predicted end is within this share of the time it has: later
 # arrivals may overtake it, and predictions err. At four times the sustainable rate of mixed lengths
 # 0.5 loses 0.4 % of the admitted to their deadline when simulated and 1.2 % when served; 0.7 loses
@@ -74,33 +71,3 @@ class Admission:
         """Give room back."""
         self.sequences -= sequences
         self.tokens -= tokens
-
-
-class Bookings:
-    """When the refused may come back: each is told a time behind those refused before.
-
-    A refusal books its own seconds of work in a promised backlog, which runs off as time passes; so
-    those who come when told find room, instead of all at once finding it taken.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._promised_s = 0.0
-        self._since = clock()
-
-    def book(self, wait_s: float, own_s: float) -> float:
-        """Return the seconds after which to come back, 1 to 60.
-
-        Args:
-            wait_s: until there would be room if nobody else was promised any.
-            own_s: predicted seconds of the refused request.
-        """
-        now = self._clock()
-        self._promised_s = max(0.0, self._promised_s - (now - self._since))
-        self._since = now
-        told_s = wait_s + self._promised_s
-        self._promised_s += own_s
-        return min(max(told_s, MIN_RETRY_S), MAX_RETRY_S)

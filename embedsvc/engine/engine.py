@@ -17,14 +17,14 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal
 
-from embedsvc.engine.admission import Admission, Bookings, promised_s
+from embedsvc.engine.admission import Admission, promised_s
 from embedsvc.engine.correction import Corrected
 from embedsvc.engine.device import Device
 from embedsvc.engine.execution import Failures, run_batch
 from embedsvc.engine.ledger import Ledger
 from embedsvc.engine.messages import Arrivals, Edges, Message, OutOfMemory
 from embedsvc.engine.policy import Policy
-from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
+from embedsvc.engine.sequence import NO_KEY, Batch, Key, Priority, Request, Sequence
 from embedsvc.errors import (
     ClientGone,
     InternalError,
@@ -66,13 +66,9 @@ class Engine:
         self._buffers = buffers
         self._metrics = metrics
         self._clock = clock
-        self._bookings = Bookings(clock)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._arrived: list[list[Sequence]] = []
-        # The policy has other buckets after a switch of edges.
-        self._ledger = Ledger(
-            admission, metrics, lambda length: policy.buckets.price(length), clock, self._inbox.put
-        )
+        self._ledger = Ledger(admission, metrics, self._price, clock, self._inbox.put, device.slots)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         metrics.gauges_from(
             sequences=lambda: admission.sequences,
@@ -96,7 +92,11 @@ class Engine:
     @property
     def queue_s(self) -> float:
         """Predicted seconds until everything submitted now is done."""
-        return sum(map(self._ledger.pending_s, Priority)) / self.device.slots
+        return self._ledger.backlog.total_s
+
+    def _price(self, length: int) -> float:
+        # The policy has other buckets after a switch of edges.
+        return self.policy.buckets.price(length)
 
     def set_edges(self, edges: Seq[int]) -> None:
         """Use other bucket edges from the next batch on."""
@@ -106,7 +106,9 @@ class Engine:
         """Return the predicted seconds of a request on the idle device."""
         return self._ledger.slot_s(rows, tokens) / self.device.slots
 
-    def admit(self, rows: int, tokens: int, priority: Priority, left_s: float) -> None:
+    def admit(
+        self, rows: int, tokens: int, priority: Priority, left_s: float, key: Key = NO_KEY
+    ) -> None:
         """Reserve room for a request that is predicted to be done in time, all or nothing.
 
         Args:
@@ -114,22 +116,26 @@ class Engine:
             tokens: their tokens, estimated; `admission.adjust` corrects them once they are known.
             priority: share class.
             left_s: seconds until its deadline.
+            key: whom it counts for.
 
         Raises:
             Overloaded: a bound would be passed or the deadline would probably be missed.
         """
-        own_s = self.own_s(rows, tokens)
-        finish_s = self._ledger.finish_s(rows, tokens, priority) / self.device.slots
-        late_s = finish_s - promised_s(left_s, self.policy.limits.max_age_s)
+        ledger = self._ledger
+        slot_s, own_s = ledger.slot_s(rows, tokens), self.own_s(rows, tokens)
+        finish_s = ledger.backlog.finish_s(slot_s, priority, key)
+        room_s = promised_s(left_s, self.policy.limits.max_age_s)
         try:
-            if late_s > 0 and finish_s > own_s:
+            if finish_s > max(room_s, own_s):
                 raise Overloaded(
                     f"The queue is too long: done in {finish_s:.1f} s, {left_s:.1f} s are left. "
                     "Retry after the time given, or allow more time."
                 )
             self.admission.reserve(rows, tokens, bulk=priority is Priority.BULK)
         except Overloaded as refusal:
-            refusal.retry_after_s = self._bookings.book(max(late_s, own_s), own_s)
+            # Where a bound is reached, there is room once as much has left the queue.
+            room_s = min(room_s, finish_s - own_s)
+            refusal.retry_after_s = ledger.backlog.invite(slot_s, priority, key, room_s)
             raise
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from math import inf
 
 from embedsvc.engine.admission import Admission
+from embedsvc.engine.backlog import Backlog
 from embedsvc.engine.correction import Corrected, Correction, width_class
 from embedsvc.engine.execution import Failures
-from embedsvc.engine.sequence import Batch, Priority, Request, Sequence
+from embedsvc.engine.sequence import Batch, Request, Sequence
 from embedsvc.errors import ClientGone, DeadlineExceeded, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
 
@@ -28,6 +29,12 @@ class Ledger:
         clock: monotonic seconds.
         tell: told each request that ended with an error, so that its rows leave the queue, and when
             batches take longer or less long than they did.
+        slots: of the device.
+
+    Attributes:
+        admission: as given.
+        correction: how much longer batches take than predicted.
+        backlog: what is open, by key and priority.
     """
 
     def __init__(
@@ -37,12 +44,11 @@ class Ledger:
         price: Callable[[int], float],
         clock: Callable[[], float],
         tell: Callable[[Request | Corrected], None],
+        slots: int,
     ) -> None:
         self.admission = admission
         self.correction = Correction()
-        # Predicted slot seconds of the open rows by width class, not corrected.
-        self._pending = {priority: [0.0] * len(self.correction.p50) for priority in Priority}
-        self._n_open = dict.fromkeys(Priority, 0)
+        self.backlog = Backlog(self.correction.p50, slots, clock)
         self._metrics = metrics
         self._price = price
         self._clock = clock
@@ -61,8 +67,7 @@ class Ledger:
         request.open_tokens = sum(s.length for s in sequences)
         request.open_s = sum(self._price(s.length) for s in sequences)
         request.width_class = width_class(-(-request.open_tokens // request.open_rows))
-        self._n_open[request.priority] += 1
-        self._pending[request.priority][request.width_class] += request.open_s
+        self.backlog.enter(request)
         left = max(0.0, request.deadline - self._clock())
         request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
 
@@ -96,7 +101,6 @@ class Ledger:
         if request not in self._open:
             return
         del self._open[request]
-        self._n_open[request.priority] -= 1
         if request.timer is not None:
             request.timer.cancel()
         self._metrics.texts[_outcome(error)].inc(len(request.vectors))
@@ -104,12 +108,10 @@ class Ledger:
             request.abandoned = True
             self._tell(request)
             self._release(request, request.open_rows, request.open_tokens)
+        self.backlog.close(request)
         if not request.settled.done():
             request.settled.set_result(error)
         if not self._open:
-            # What rounding left.
-            for by_class in self._pending.values():
-                by_class[:] = [0.0] * len(by_class)
             self._emptied.set()
 
     def close_all(self, error: RequestError) -> None:
@@ -128,30 +130,10 @@ class Ledger:
             return False
         return True
 
-    def pending_s(self, priority: Priority) -> float:
-        """Return the slot seconds that the open rows of a priority will take, as batches do now."""
-        by_class = zip(self._pending[priority], self.correction.p50, strict=True)
-        return sum(seconds * p50 for seconds, p50 in by_class)
-
     def slot_s(self, rows: int, tokens: int) -> float:
         """Return the slot seconds that a request would take, as batches do now."""
         mean_length = -(-tokens // rows)
         return rows * self._price(mean_length) * self.correction.factor(mean_length)
-
-    def finish_s(self, rows: int, tokens: int, priority: Priority) -> float:
-        """Return the slot seconds until a new request would be done.
-
-        Bulk work waits for everything. Interactive work shares the device with the open bulk
-        requests by weight, so they take no more than their share before it is done.
-        """
-        interactive, bulk = Priority.INTERACTIVE, Priority.BULK
-        pending_bulk_s = self.pending_s(bulk)
-        ahead_s = self.slot_s(rows, tokens) + self.pending_s(interactive)
-        if priority is bulk:
-            return ahead_s + pending_bulk_s
-        weight = float(interactive) * (self._n_open[interactive] + 1)
-        bulk_share_s = ahead_s * float(bulk) * self._n_open[bulk] / weight
-        return ahead_s + min(pending_bulk_s, bulk_share_s)
 
     def oldest_s(self) -> float:
         """Return the age of the oldest request of which no row has been on the device."""
@@ -187,8 +169,7 @@ class Ledger:
         request.open_s -= seconds
         request.open_rows -= rows
         request.open_tokens -= tokens
-        pending = self._pending[request.priority]
-        pending[request.width_class] = max(0.0, pending[request.width_class] - seconds)
+        self.backlog.release(request, seconds)
         self.admission.release(rows, tokens)
 
     def _expire(self, request: Request) -> None:
