@@ -191,6 +191,13 @@ class VersionConfig(Section, frozen=True):
         Backend, Meta(description="`torch`, or `hash`: weightless vectors for tests and demos.")
     ] = "auto"
     device: Annotated[str, Meta(description="`auto`, `cpu`, `cuda` or `cuda:N`.")] = "auto"
+    isolate: Annotated[
+        bool | Auto,
+        Meta(
+            description="Run the model in a process of its own, which is started again where it "
+            "dies or hangs while requests wait; `auto` does so on a GPU. Linux only."
+        ),
+    ] = "auto"
     max_length: Annotated[
         PositiveInt | Auto,
         Meta(description="Longest text in tokens; `auto` takes the model's own maximum."),

@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.engine.admission import Admission
@@ -21,6 +21,7 @@ from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.measured import measure
 from embedsvc.engine.policy import Policy
+from embedsvc.engine.recovery import Patience
 from embedsvc.engine.sequence import Request, Sequence
 from embedsvc.engine.warm_up import warm_up
 from embedsvc.errors import ConfigError, InvalidRequest, ModelError
@@ -29,7 +30,7 @@ from embedsvc.models import Model, load_model
 from embedsvc.models.buffers import BufferPool
 from embedsvc.models.cache import Cache
 from embedsvc.models.source import ModelFolder, resolve
-from embedsvc.models.verify import CheckedModel, check_golden
+from embedsvc.models.verify import check_golden
 from embedsvc.tokenization import Tokenizer
 from embedsvc.tuning.histogram import LengthHistogram
 from embedsvc.tuning.refit import Refit
@@ -178,16 +179,37 @@ def deploy(
     Raises:
         StartError: the model cannot be served.
     """
-    version, cache = model_config.versions[0], Cache(config.server.cache_dir)
     began = time.perf_counter()
-    folder, tokenizer, model = load(version, where, cache)
-    engine_metrics = metrics.version(model_config.name, version.name)
-    device, found = measure(model, folder, version, devices, cache)
-    engine = _engine(model_config.name, version, model, device, found, engine_metrics)
-    if version.backend != "hash":
-        check_golden(cast(CheckedModel, model), folder, cache)
-    lengths = _shown_lengths(model.max_length, engine_metrics)
+    version = model_config.versions[0]
+    cache = Cache(config.server.cache_dir)
+    loaded = load(version, where, cache)
+    load_s = time.perf_counter() - began
+    try:
+        deployment = _deploy(model_config, loaded, load_s, devices, cache, metrics)
+    except BaseException:
+        loaded[2].close()
+        raise
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
+    return deployment
+
+
+def _deploy(
+    model_config: ModelConfig,
+    loaded: tuple[ModelFolder, Tokenizer, Model],
+    load_s: float,
+    devices: Devices,
+    cache: Cache,
+    metrics: Metrics,
+) -> Deployment:
+    """Measure and warm up a loaded model."""
+    version = model_config.versions[0]
+    folder, tokenizer, model = loaded
+    device, found = measure(model, folder, version, devices, cache)
+    engine_metrics = metrics.version(model_config.name, version.name)
+    engine = _engine(model_config.name, version, model, device, found, engine_metrics, load_s)
+    if version.backend != "hash":
+        check_golden(model, folder, cache)
+    lengths = _shown_lengths(model.max_length, engine_metrics)
     return Deployment(
         config=model_config,
         settings=version,
@@ -263,6 +285,7 @@ def _engine(
     device: Device,
     found: Calibration,
     metrics: VersionMetrics,
+    load_s: float,
 ) -> Engine:
     metrics.cost_is(asdict(found.cost))
     batching = version.batching
@@ -289,4 +312,5 @@ def _engine(
         BufferPool(partial(model.allocate, capacity, limits.max_batch_size), device.slots),
         Admission(batching.max_queue_sequences, batching.max_queue_tokens),
         metrics,
+        patience=Patience(load_s=load_s),
     )

@@ -36,6 +36,26 @@ class DeviceOutOfMemory(EmbedsvcError):
     """A batch did not fit on the device; a smaller one may."""
 
 
+class DeviceLost(EmbedsvcError):
+    """The device does nothing more for this process, e.g. after a failed assertion of CUDA."""
+
+
+class ModelFailed(EmbedsvcError):
+    """A batch failed in the model's own process; that process's lines in the log say why."""
+
+
+class ModelDied(EmbedsvcError):
+    """The model's process ended before it answered; `Model.load` starts another.
+
+    Attributes:
+        in_flight: whether the batch had reached it, so that one of its rows may be to blame.
+    """
+
+    def __init__(self, message: str, *, in_flight: bool) -> None:
+        super().__init__(message)
+        self.in_flight = in_flight
+
+
 # --- errors that answer a request --------------------------------------------------------------
 
 

@@ -77,6 +77,8 @@ def in_words(kind: mi.Type) -> str:
             return noun + _bounds(kind)
         case mi.StrType():
             return _string(kind)
+        case mi.BoolType():
+            return "true or false"
         case mi.LiteralType():
             return _one_of([f'"{value}"' for value in kind.values])
         case mi.UnionType():

@@ -156,6 +156,7 @@ class _VersionFamilies:
             "queue_oldest_seconds", "Age of the oldest request at the head of the queue."
         )
         self.slots_busy = self._gauge("slots_busy", "Device slots that run a batch.")
+        self.up = self._gauge("model_up", "1 while the model is loaded, 0 while it is restarted.")
         self.memory_share = self._gauge(
             "batch_memory_share",
             "Least share of a full batch that the device's memory allows now; 1 is all.",
@@ -182,6 +183,9 @@ class _VersionFamilies:
         )
         self.batches = self._counter("batches", "Batches by outcome.", "outcome")
         self.edge_switches = self._counter("edge_switches", "Switches to other bucket edges.")
+        self.restarts = self._counter(
+            "model_restarts", "Loads of an isolated model after its process ended.", "reason"
+        )
         self.texts = self._counter("texts", "Texts by how they ended.", "outcome")
         self.cache = self._counter(
             "cache_texts", "Texts looked up in the vector cache, by result.", "result"
@@ -239,6 +243,7 @@ class VersionMetrics:
         self._families, self._labels = families, (model, version)
         self.tokens = counts(families.tokens, "real", "computed")
         self.batches = counts(families.batches, "ok", "failed")
+        self.restarts = counts(families.restarts, "died", "hung", "device")
         self.texts = counts(families.texts, "ok", "failed", "expired", "abandoned", "rejected")
         self.cache = counts(families.cache, "hit", "miss")
         self.busy_seconds = families.busy_seconds.labels(model, version)
@@ -269,6 +274,7 @@ class VersionMetrics:
         oldest: Callable[[], float],
         slots_busy: Callable[[], float],
         memory_share: Callable[[], float],
+        up: Callable[[], float],
         p50: Sequence[float],
         p95: Sequence[float],
     ) -> None:
@@ -283,6 +289,7 @@ class VersionMetrics:
         f.queue_oldest.labels(*self._labels).set_function(oldest)
         f.slots_busy.labels(*self._labels).set_function(slots_busy)
         f.memory_share.labels(*self._labels).set_function(memory_share)
+        f.up.labels(*self._labels).set_function(up)
         for quantile, by_class in (("0.5", p50), ("0.95", p95)):
             for k, name in enumerate(WIDTH_CLASS_NAMES):
                 gauge = f.cost_correction.labels(*self._labels, name, quantile)

@@ -46,7 +46,7 @@ OWN_TIME_FACTOR = 3.0
 REFUSAL_LOG_S = 1.0
 
 
-State = Literal["loading", "ready", "failed", "stopping"]
+State = Literal["loading", "ready", "restarting", "failed", "stopping"]
 
 
 class Service:
@@ -107,20 +107,26 @@ class Service:
         await asyncio.gather(*(engine.stop(drain_s) for engine in engines))
         # Waits for the batches on the devices, however long.
         await asyncio.to_thread(self._devices.close)
-        for engine in engines:
-            engine.model.close()
         await self._tokenizers.close()
 
     @property
     def state(self) -> State:
-        """`loading`, `ready`, `failed` or `stopping`."""
-        dead = any(d.engine.state == "failed" for d in self._deployments.values())
-        return "failed" if dead and self._phase == "ready" else self._phase
+        """What the service does; while it is ready, what the worst of its models does."""
+        if self._phase != "ready":
+            return self._phase
+        states = {deployment.engine.state for deployment in self._deployments.values()}
+        worse: tuple[State, ...] = ("failed", "restarting")
+        return next((state for state in worse if state in states), "ready")
 
     @property
     def ready(self) -> bool:
         """Whether every model answers."""
         return self.state == "ready"
+
+    @property
+    def accepting(self) -> bool:
+        """Whether calls are looked at; each model answers for itself then."""
+        return self._phase == "ready"
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -228,7 +234,7 @@ class Service:
         deadline = monotonic() + self._time_s(call, engine.own_s(n, estimate))
         try:
             engine.admit(n, estimate, priority, deadline - monotonic(), call.key)
-        except Overloaded:
+        except (Overloaded, NotReady):
             deployment.metrics.texts["rejected"].inc(n)
             self._note_refusal(engine.queue_s)
             raise

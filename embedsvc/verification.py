@@ -7,7 +7,6 @@ vectors is noticed before an index is filled with two kinds. Runs on the calling
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from embedsvc.config import Config, VersionConfig
 from embedsvc.deployment import load
@@ -15,7 +14,7 @@ from embedsvc.engine.calibrate import Calibration
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.measured import measure
 from embedsvc.models.cache import Cache
-from embedsvc.models.verify import CheckedModel, GoldenResult, check_golden
+from embedsvc.models.verify import GoldenResult, check_golden
 
 
 def verify(config: Config) -> Iterator[tuple[bool, str]]:
@@ -41,7 +40,7 @@ def _verify(
         if version.backend == "hash":
             yield True, f"{what}; the hash backend has no vectors to verify"
             return
-        result = check_golden(cast(CheckedModel, model), folder, cache)
+        result = check_golden(model, folder, cache)
         yield result.status != "moved", f"{what}; {_in_words(result)}"
         device, found = measure(model, folder, version, devices, cache)
         yield True, f"{name}: {in_units(found, device.slots, device.threads_per_slot)}"

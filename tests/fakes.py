@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from time import monotonic
 
 import numpy as np
 
@@ -18,9 +19,11 @@ from embedsvc.engine.cost import DEFAULT_COST, CostModel
 from embedsvc.engine.device import Device
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Policy
+from embedsvc.engine.recovery import PATIENCE, Patience
 from embedsvc.engine.sequence import NO_KEY, Key, Priority, Request, Sequence
 from embedsvc.errors import DeviceOutOfMemory
 from embedsvc.metrics import Metrics
+from embedsvc.models import Model
 from embedsvc.models.buffers import BufferPool, HostBuffer
 from embedsvc.models.inprocess import InProcess
 
@@ -150,7 +153,7 @@ class EngineRig:
     """An engine on a fake model, with the accounting a service does around it."""
 
     engine: Engine
-    model: SumModel
+    model: Model
     metrics: Metrics
 
     def send(
@@ -200,12 +203,13 @@ class EngineRig:
 
 
 def make_rig(
-    model: SumModel | None = None,
+    model: Model | None = None,
     *,
     slots: int = 1,
     policy: Policy | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = monotonic,
     max_queue_sequences: int = 10_000,
+    patience: Patience = PATIENCE,
     start: bool = True,
 ) -> EngineRig:
     """Make an engine and start it on the running loop."""
@@ -221,7 +225,8 @@ def make_rig(
         BufferPool(partial(model.allocate, capacity, limits.max_batch_size), slots),
         Admission(max_queue_sequences, 10_000_000),
         metrics.version("m", "v1"),
-        **({"clock": clock} if clock else {}),
+        clock,
+        patience,
     )
     if start:
         engine.start()

@@ -64,6 +64,11 @@ class FakeService:
         """Whether requests are served."""
         return self.state == "ready"
 
+    @property
+    def accepting(self) -> bool:
+        """Whether calls are looked at."""
+        return self.state in ("ready", "restarting")
+
     async def start(self) -> None:
         """Become ready."""
         self.state = "ready"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedsvc.engine.execution import Failures, run_batch
-from embedsvc.engine.sequence import Sequence
+from embedsvc.engine.quarantine import Quarantine
+from embedsvc.engine.sequence import Batch, Sequence
 from embedsvc.models.buffers import HostBuffer
 from tests.fakes import BrokenModel, SmallDevice, SumModel, make_request
 
@@ -27,7 +28,15 @@ def run(
 ) -> Failures:
     buffer = HostBuffer(len(rows) * LENGTH, len(rows), model.dim, model.pad_id)
     told = [] if told is None else told
-    return run_batch(model, rows, LENGTH, buffer, lambda n, length: told.append((n, length)))
+    outcome = run_batch(
+        model,
+        Batch(rows, LENGTH, 0.0),
+        buffer,
+        Quarantine(lambda: 0.0),
+        lambda n, length: told.append((n, length)),
+    )
+    assert outcome.undone == []
+    return outcome.failures
 
 
 def expected(row: Sequence) -> tuple[int, int, int, int]:

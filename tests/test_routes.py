@@ -87,7 +87,8 @@ async def test_more_texts_than_an_embedding_may_have_are_not_tokenized(
 
 
 @pytest.mark.parametrize(
-    ("state", "status"), [("ready", 200), ("loading", 503), ("failed", 503), ("stopping", 503)]
+    ("state", "status"),
+    [("ready", 200), ("loading", 503), ("restarting", 503), ("failed", 503), ("stopping", 503)],
 )
 async def test_readiness_follows_the_service_and_liveness_does_not(
     service: FakeService, client: httpx.AsyncClient, state: State, status: int
@@ -101,6 +102,16 @@ async def test_readiness_follows_the_service_and_liveness_does_not(
         response = await client.get(path)
         assert response.status_code == status
         assert response.json() == {"state": state}
+
+
+async def test_calls_are_looked_at_while_a_model_restarts(
+    service: FakeService, client: httpx.AsyncClient
+) -> None:
+    """Whether they can wait for it is for the model to say; tokens need none."""
+    service.state = "restarting"
+
+    assert (await client.post(URL, json={"input": "a"})).status_code == 200
+    assert (await client.post("/tokenize", json={"input": "a"})).status_code == 200
 
 
 async def test_readiness_is_red_while_draining(service: FakeService) -> None:

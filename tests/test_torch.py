@@ -28,7 +28,7 @@ from embedsvc.models.host import native_bf16
 from embedsvc.models.rounding import round_up_tokens
 from embedsvc.models.source import ModelFolder, load_tokenizer, resolve
 from embedsvc.models.threads import set_batch_threads
-from embedsvc.models.torch import TorchModel, choose_device, prepare_thread
+from embedsvc.models.torch import TorchModel, choose_device, device_works, prepare_thread
 from tests import tiny
 
 LENGTHS = (1, 3, 9, 20, 44)
@@ -410,6 +410,13 @@ def test_a_cpu_without_memory_says_so(
 
     with register_module_forward_pre_hook(fail), pytest.raises(kind):
         tiny.embed(model, folder, ["ab"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU works")
+def test_a_device_that_fails_whatever_is_asked_is_known() -> None:
+    """What makes a batch fail is told apart from what makes all batches fail."""
+    assert device_works(torch.device("cpu"))
+    assert not device_works(torch.device("cuda"))
 
 
 # --- threads -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 
 from embedsvc.models import Model
-from embedsvc.models.buffers import HostBuffer, Vectors
+from embedsvc.models.buffers import Vectors
 from embedsvc.models.source import ModelFolder, load_tokenizer, resolve
 from embedsvc.models.torch import TorchModel
 
@@ -132,7 +132,7 @@ def embed_ids(
 ) -> Vectors:
     """Return the vectors of one batch of token ids."""
     length = length or max(map(len, ids))
-    buffer = HostBuffer(len(ids) * length, len(ids), model.dim, model.pad_id)
+    buffer = model.allocate(len(ids) * length, len(ids))
     buffer.fill(ids, prompt_lengths, length)
     model.forward(buffer, len(ids), length)
     return buffer.output

@@ -72,7 +72,10 @@ def run_offline(config: Config, texts: list[str]) -> OfflineResult:
     devices = Devices(config)
     try:
         deployment = deploy(config.models[0], "models[0]", config, devices, Metrics())
-        return _measure(deployment, texts)
+        try:
+            return _measure(deployment, texts)
+        finally:
+            deployment.engine.model.close()
     finally:
         devices.close()
 

@@ -2,7 +2,8 @@
 
 Two crossings out, one back: the event loop puts requests into the inbox, the scheduler thread hands
 batches to device threads, and each finished batch comes back as one callback on the event loop.
-Every submitted request is settled exactly once, by the ledger.
+Every submitted request is settled exactly once, by the ledger; also where the model dies meanwhile
+and the scheduler thread loads it again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from math import inf
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import monotonic
 from typing import Literal
 
 from embedsvc.engine.admission import Admission, promised_s
-from embedsvc.engine.correction import Corrected
 from embedsvc.engine.device import Device
-from embedsvc.engine.execution import Failures, run_batch
+from embedsvc.engine.execution import Outcome, run_batch
 from embedsvc.engine.ledger import Ledger
-from embedsvc.engine.messages import Arrivals, Edges, Message, OutOfMemory
+from embedsvc.engine.messages import Arrivals, Died, Edges, Message, OutOfMemory
 from embedsvc.engine.policy import Policy
+from embedsvc.engine.quarantine import Quarantine
+from embedsvc.engine.recovery import PATIENCE, Patience, Recovery
+from embedsvc.engine.scheduler import Scheduler
 from embedsvc.engine.sequence import NO_KEY, Batch, Key, Priority, Request, Sequence
 from embedsvc.errors import (
     ClientGone,
@@ -33,14 +35,12 @@ from embedsvc.errors import (
 )
 from embedsvc.metrics import VersionMetrics
 from embedsvc.models import Model
-from embedsvc.models.buffers import BufferPool
+from embedsvc.models.buffers import BufferPool, HostBuffer
 
 log = logging.getLogger(__name__)
 
-# How long the scheduler thread waits for a slot before it looks into its inbox again.
-SLOT_WAIT_S = 1.0
-
-State = Literal["starting", "ready", "stopping", "stopped", "failed"]
+Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
+State = Literal[Phase, "restarting"]
 
 
 class Engine:
@@ -56,27 +56,38 @@ class Engine:
         admission: Admission,
         metrics: VersionMetrics,
         clock: Callable[[], float] = monotonic,
+        patience: Patience = PATIENCE,
     ) -> None:
         self.name = name
         self.model = model
         self.device = device
         self.policy = policy
         self.admission = admission
-        self.state: State = "starting"
+        self._phase: Phase = "starting"
         self._buffers = buffers
         self._metrics = metrics
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._arrived: list[list[Sequence]] = []
+        self._patience = patience
+        self._quarantine = Quarantine(clock)
+        self._recovery = Recovery(name, model, patience, metrics, clock)
+        self._scheduler = Scheduler(
+            self._inbox, policy, self._recovery, device, buffers, self._execute, clock
+        )
         self._ledger = Ledger(admission, metrics, self._price, clock, self._inbox.put, device.slots)
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
-        metrics.gauges_from(
-            sequences=lambda: admission.sequences,
-            tokens=lambda: admission.tokens,
+        self._show_gauges()
+
+    def _show_gauges(self) -> None:
+        self._metrics.gauges_from(
+            sequences=lambda: self.admission.sequences,
+            tokens=lambda: self.admission.tokens,
             seconds=lambda: self.queue_s,
             oldest=self._ledger.oldest_s,
-            slots_busy=lambda: device.busy,
-            memory_share=lambda: policy.buckets.memory_share,
+            slots_busy=lambda: self.device.busy,
+            memory_share=lambda: self.policy.buckets.memory_share,
+            up=lambda: self.state == "ready",
             p50=self._ledger.correction.p50,
             p95=self._ledger.correction.p95,
         )
@@ -86,8 +97,14 @@ class Engine:
     def start(self) -> None:
         """Start the scheduler thread; requests are accepted from now on."""
         self._loop = asyncio.get_running_loop()
+        self.model.watch(self._limit_s, lambda reason: self._inbox.put(Died(reason)))
         self._thread.start()
-        self.state = "ready"
+        self._phase = "ready"
+
+    @property
+    def state(self) -> State:
+        """What it does now."""
+        return "restarting" if self._phase == "ready" and self._recovery.down else self._phase
 
     @property
     def queue_s(self) -> float:
@@ -119,11 +136,18 @@ class Engine:
             key: whom it counts for.
 
         Raises:
+            NotReady: the engine has stopped, or its model is not expected back in time.
             Overloaded: a bound would be passed or the deadline would probably be missed.
         """
+        if self._phase not in ("starting", "ready"):
+            raise self._not_ready(1.0)
         ledger = self._ledger
         slot_s, own_s = ledger.slot_s(rows, tokens), self.own_s(rows, tokens)
         finish_s = ledger.backlog.finish_s(slot_s, priority, key)
+        if recovery_s := self._recovery.left_s():
+            if recovery_s + finish_s > left_s:
+                raise self._not_ready(self._recovery.retry_after_s())
+            left_s -= recovery_s
         room_s = promised_s(left_s, self.policy.limits.max_age_s)
         try:
             if finish_s > max(room_s, own_s):
@@ -141,15 +165,22 @@ class Engine:
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""
         self._ledger.enter(request, sequences)
-        if self.state == "ready":
+        if refused := self._quarantine.refusal(sequences):
+            self._ledger.close(request, refused[1])
+        elif self._phase == "ready":
             # What arrives in one turn of the loop wakes the scheduler once, as one message: a
             # wake-up for each costs more than the rest of the way of a short text.
             if not self._arrived:
                 self._loop.call_soon(self._hand_over)
             self._arrived.append(sequences)
         else:
-            refusal = NotReady(f"Model {self.name} is {self.state}.", retry_after_s=1)
-            self._ledger.close(request, refusal)
+            self._ledger.close(request, self._not_ready(1.0))
+
+    def _not_ready(self, retry_after_s: float) -> NotReady:
+        return NotReady(
+            f"Model {self.name} is {self.state}. Retry after the time given.",
+            retry_after_s=retry_after_s,
+        )
 
     def _hand_over(self) -> None:
         arrived, self._arrived = self._arrived, []
@@ -160,120 +191,66 @@ class Engine:
         self._ledger.close(request, ClientGone("The client closed the connection."))
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Finish what is submitted, at most `drain_timeout_s` seconds, then stop the thread."""
-        self.state = "stopping"
+        """Finish what is submitted, at most `drain_timeout_s` seconds; end thread and model."""
+        self._phase = "stopping"
         if not await self._ledger.wait_empty(drain_timeout_s):
             log.warning("drain time over model=%s open=%d", self.name, len(self._ledger))
-        self._ledger.close_all(NotReady(f"Model {self.name} is stopping.", retry_after_s=1))
+        self._ledger.close_all(self._not_ready(1.0))
+        self._recovery.interrupt()
         self._inbox.put(None)
+        await asyncio.to_thread(self.model.close)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
-        self.state = "stopped"
+        self._phase = "stopped"
 
     def _die(self) -> None:
-        self.state = "failed"
+        self._phase = "failed"
         self._ledger.close_all(InternalError("The scheduler stopped; the server's log says why."))
 
     # --- scheduler thread ------------------------------------------------------------------------
 
     def _schedule_main(self) -> None:
         try:
-            self._schedule()
+            self._scheduler.run()
         except Exception:  # every waiter must be answered, whatever went wrong
             log.exception("scheduler died model=%s", self.name)
             self._post(self._die)
 
-    def _schedule(self) -> None:
-        ask_again = inf
-        while self._read_inbox(ask_again):
-            ask_again = inf
-            while self.policy.n_waiting and ask_again == inf:
-                if not self.device.acquire(SLOT_WAIT_S):
-                    if not self._read_inbox(0.0):
-                        return
-                    continue
-                ask_again = self._dispatch()
-                if ask_again < 0:
-                    return
-
-    def _dispatch(self) -> float:
-        """Choose and launch one batch with the slot just taken.
-
-        Late arrivals join and dead rows leave right before the choice.
-
-        Returns:
-            `inf` after a batch, the time to ask again without one, or -inf to stop.
-        """
-        launched = False
-        try:
-            if not self._read_inbox(0.0):
-                return -inf
-            choice = self.policy.next(self._clock(), self.device.free + 1)
-            if not isinstance(choice, Batch):
-                return choice
-            self.device.start(self._execute, choice)
-            launched = True
-            return inf
-        finally:
-            if not launched:
-                self.device.release()
-
-    def _read_inbox(self, until: float) -> bool:
-        """Apply all messages, waiting for the first one until a time; False means stop.
-
-        Args:
-            until: monotonic seconds; 0 does not wait, `inf` waits without bound.
-        """
-        timeout = None if until == inf else max(0.0, until - self._clock())
-        try:
-            message = self._inbox.get(timeout=timeout) if timeout != 0 else self._inbox.get_nowait()
-            while self._apply(message):
-                message = self._inbox.get_nowait()
-        except Empty:
-            return True
-        return False
-
-    def _apply(self, message: Message) -> bool:
-        if message is None:
-            return False
-        if isinstance(message, Request):
-            self.policy.discard(message)
-        elif isinstance(message, OutOfMemory):
-            self.policy.shrink(message.rows, message.length)
-        elif isinstance(message, Edges):
-            self.policy.set_edges(message.edges)
-        elif isinstance(message, Corrected):
-            self.policy.correct(message)
-        else:
-            now = self._clock()
-            for sequences in message.requests:
-                if not sequences[0].request.abandoned:
-                    self.policy.add(sequences, now)
-        return True
-
     # --- device threads --------------------------------------------------------------------------
 
-    def _execute(self, batch: Batch) -> None:
+    def _execute(self, batch: Batch, buffer: HostBuffer) -> None:
         """Run a batch, give buffer and slot back, and report once."""
         lost = InternalError("The batch ended without a result; the server's log says why.")
-        failures: Failures = dict.fromkeys(batch.sequences, lost)
-        buffer = self._buffers.take()
+        outcome = Outcome(dict.fromkeys(batch.sequences, lost), [])
         started = self._clock()
         try:
-            failures = run_batch(
-                self.model, batch.sequences, batch.length, buffer, self._on_out_of_memory
-            )
+            outcome = run_batch(self.model, batch, buffer, self._quarantine, self._on_out_of_memory)
         finally:
             ended = self._clock()
+            done = self._hand_back(batch, outcome.undone)
             self._buffers.put(buffer)
             self.device.release()
-            self._post(self._ledger.settle, batch, started, ended, failures)
-            self._observe(batch, ended - started, ok=not failures)
+            self._post(self._ledger.settle, done, started, ended, outcome.failures)
+            self._observe(done, ended - started, ok=done is batch and not outcome.failures)
+
+    def _hand_back(self, batch: Batch, undone: Seq[Batch]) -> Batch:
+        """Let rows be tried again; return a batch of the others, which are done."""
+        if not undone:
+            return batch
+        for again in undone:
+            self._inbox.put(again)
+        left = {row for again in undone for row in again.sequences}
+        return Batch([row for row in batch.sequences if row not in left], batch.length, 0.0)
+
+    def _limit_s(self, rows: int, length: int) -> float:
+        return self._patience.batch_limit_s(self.policy.cost(rows, length))
 
     def _on_out_of_memory(self, rows: int, length: int) -> None:
         self._inbox.put(OutOfMemory(rows, length))
 
     def _observe(self, batch: Batch, seconds: float, *, ok: bool) -> None:
+        if ok:
+            self._recovery.worked()
         m = self._metrics
         m.batches["ok" if ok else "failed"].inc()
         m.busy_seconds.inc(seconds)

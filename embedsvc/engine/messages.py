@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embedsvc.engine.correction import Corrected
-from embedsvc.engine.sequence import Request, Sequence
+from embedsvc.engine.sequence import Batch, Request, Sequence
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,5 +30,13 @@ class Arrivals:
     requests: list[list[Sequence]]
 
 
-# A request by itself is one whose rows must leave; None is the order to stop.
-Message = Arrivals | Request | OutOfMemory | Edges | Corrected | None
+@dataclass(slots=True, frozen=True)
+class Died:
+    """The model is dead and must be loaded again; the reason as metrics name it."""
+
+    reason: str
+
+
+# A request by itself is one whose rows must leave, a batch by itself is to be tried again; None is
+# the order to stop.
+Message = Arrivals | Request | OutOfMemory | Edges | Corrected | Died | Batch | None

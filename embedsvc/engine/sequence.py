@@ -117,12 +117,19 @@ class Batch:
     Attributes:
         sequences: in row order.
         length: padded length in tokens, at least the longest row.
-        predicted_s: cost predicted when it was chosen, in seconds.
+        predicted_s: cost predicted when it was chosen, in seconds; 0 where nobody did.
+        deaths: of the model while all these rows were on the device.
     """
 
     sequences: list[Sequence]
     length: int
     predicted_s: float
+    deaths: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether its rows run one by one and nothing beside them: one of them may be guilty."""
+        return self.deaths >= 2
 
     @property
     def rows(self) -> int:

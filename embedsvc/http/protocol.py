@@ -94,7 +94,7 @@ class EmbeddingsEndpoint:
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST.")
         key = self._service.keys.of(presented_key(headers))
-        if not self._service.ready:
+        if not self._service.accepting:
             raise not_ready(self._service)
         body = await read_body(headers, receive, limits.max_body_bytes)
         if len(body) > LARGE_BODY_BYTES:

@@ -92,7 +92,7 @@ async def retrieve_model(
 async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
     """Return the tokens of texts, as the model would see them."""
     _need_key(request, service)
-    if not service.ready:
+    if not service.accepting:
         raise not_ready(service)
     limits = service.config.server
     headers = dict(request.scope["headers"])

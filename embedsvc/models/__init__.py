@@ -5,12 +5,16 @@ Nothing here knows of requests, queues or HTTP.
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from embedsvc.config import VersionConfig
+from embedsvc.errors import ModelError
 from embedsvc.models.buffers import HostBuffer
-from embedsvc.models.host import set_native_memory
+from embedsvc.models.host import gpu_present, set_native_memory
 
 if TYPE_CHECKING:
     from embedsvc.models.source import ModelFolder
@@ -22,8 +26,9 @@ set_native_memory()
 class Model(Protocol):
     """One loaded model on one device.
 
-    `load` and `close` run once, each on any thread; `forward` runs on the device threads, several
-    at once, each with a buffer of its own.
+    `load` runs once, and again after each `ModelDied`; `forward` runs on the device threads,
+    several at once, each with a buffer of its own; `close` runs once, on any thread and whatever
+    the others do.
     """
 
     dim: int
@@ -36,6 +41,10 @@ class Model(Protocol):
     """Precision of the matrix products as shown to users, e.g. `bfloat16`."""
     device: str
     """Device as shown to users, e.g. `cpu`, `cuda:0`."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What vectors depend on besides weights and library versions: JSON types, for caches."""
 
     def load(self) -> None:
         """Bring the weights onto the device; sets the attributes above.
@@ -54,14 +63,59 @@ class Model(Protocol):
             buffer: made by `allocate` and filled; only `output` is written.
             rows: rows in use.
             length: padded length in tokens.
+
+        Raises:
+            ModelDied: the model must be loaded again.
+            DeviceOutOfMemory: a smaller batch may fit.
+            DeviceLost: the device does nothing more for this process.
+        """
+
+    def watch(self, limit_s: Callable[[int, int], float], on_death: Callable[[str], None]) -> None:
+        """Follow a model that may die on its own; others do nothing.
+
+        Args:
+            limit_s: longest seconds of a batch of some rows of some padded length; a model that
+                takes longer is taken for dead.
+            on_death: told the reason once a death, on any thread, before any `forward` raises
+                `ModelDied` for it; at once where the model is dead already.
         """
 
     def close(self) -> None:
-        """Free what `load` took."""
+        """Free what `load` took; batches in flight may fail."""
 
 
 def load_model(version: VersionConfig, folder: ModelFolder, pad_id: int, cache_dir: Path) -> Model:
-    """Return the loaded model of a version; its backend is imported only here.
+    """Return the loaded model of a version, in a process of its own where it is to be isolated.
+
+    Raises:
+        ModelError: the model cannot be loaded or its vectors cannot be trusted.
+    """
+    if not isolated(version):
+        return load_in_process(version, folder, pad_id, cache_dir)
+    if sys.platform != "linux":
+        raise ModelError(f"{folder.source}: `isolate = true` needs Linux; leave it out")
+    from embedsvc.models.process import ProcessModel
+    from embedsvc.models.wire import Spec
+
+    level = logging.getLogger(__name__).getEffectiveLevel()
+    model = ProcessModel(Spec(version, folder, pad_id, cache_dir, level))
+    model.load()
+    return model
+
+
+def isolated(version: VersionConfig) -> bool:
+    """Say whether a version's model gets a process of its own; `auto` does so on a GPU."""
+    if version.isolate != "auto":
+        return version.isolate
+    if sys.platform != "linux" or version.backend == "hash" or version.device == "cpu":
+        return False
+    return version.device != "auto" or gpu_present()
+
+
+def load_in_process(
+    version: VersionConfig, folder: ModelFolder, pad_id: int, cache_dir: Path
+) -> Model:
+    """Return the loaded model of a version, in this process; its backend is imported only here.
 
     Raises:
         ModelError: the model cannot be loaded or its vectors cannot be trusted.

@@ -11,7 +11,8 @@ import mmap
 import os
 import queue
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +141,17 @@ class BufferPool:
             queue.Empty: no buffer came back in time.
         """
         return self._free.get(timeout=timeout_s)
+
+    @contextmanager
+    def alone(self) -> Iterator[HostBuffer]:
+        """Wait until nobody has a buffer, hand out one, and end when that was put back."""
+        taken = [self._free.get() for _ in range(self.n_buffers)]
+        try:
+            yield taken.pop()
+            taken.append(self._free.get())
+        finally:
+            for buffer in taken:
+                self._free.put(buffer)
 
     def put(self, buffer: HostBuffer) -> None:
         """Give a buffer back once nothing reads or writes it any more."""

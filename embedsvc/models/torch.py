@@ -22,7 +22,7 @@ set_native_memory()
 import torch  # noqa: E402  # reads the variables set above when it is loaded
 from torch import Tensor, nn  # noqa: E402
 
-from embedsvc.errors import DeviceOutOfMemory, ModelError  # noqa: E402
+from embedsvc.errors import DeviceLost, DeviceOutOfMemory, ModelError  # noqa: E402
 from embedsvc.models import verify  # noqa: E402
 from embedsvc.models.cache import Cache  # noqa: E402
 from embedsvc.models.encoder import streamlined  # noqa: E402
@@ -157,6 +157,7 @@ class TorchModel(InProcess):
 
         Raises:
             DeviceOutOfMemory: a smaller batch may fit.
+            DeviceLost: nothing runs on the device any more.
         """
         prepare_thread()
         try:
@@ -164,7 +165,9 @@ class TorchModel(InProcess):
         except (RuntimeError, MemoryError) as error:
             if _is_out_of_memory(error):
                 raise DeviceOutOfMemory(str(error)) from error
-            raise
+            if device_works(self._device):
+                raise
+            raise DeviceLost(str(error)) from error
 
     def _forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         with torch.inference_mode():
@@ -284,6 +287,20 @@ def choose_device(name: str) -> torch.device:
     if place >= torch.cuda.device_count():
         raise ModelError(f"device `{name}`: {torch.cuda.device_count()} CUDA devices were found")
     return torch.device("cuda", place)
+
+
+def device_works(device: torch.device) -> bool:
+    """Say whether a device still does anything for this process.
+
+    After a failed assertion or an illegal access every call of CUDA fails until the process ends.
+    """
+    if device.type == "cpu":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

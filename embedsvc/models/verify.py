@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -51,14 +51,6 @@ TEXTS = (
 _PACKAGES = ("embedsvc", "torch", "transformers", "tokenizers")
 
 
-class CheckedModel(Model, Protocol):
-    """A model that can say what its vectors depend on besides the weights and library versions."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Pooling, maximum length, precision, kind of device: JSON types, a key for caches."""
-
-
 @dataclass(frozen=True, slots=True)
 class GoldenResult:
     """What `check_golden` found.
@@ -77,7 +69,7 @@ class GoldenResult:
     now: dict[str, str]
 
 
-def check_golden(model: CheckedModel, folder: ModelFolder, cache: Cache) -> GoldenResult:
+def check_golden(model: Model, folder: ModelFolder, cache: Cache) -> GoldenResult:
     """Compare the model's vectors with the stored ones, or store them; warn where they moved.
 
     Raises:

@@ -1,0 +1,170 @@
+"""Isolated models as a service runs them: the product's own process, by its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+from embedsvc.calls import EmbedCall
+from embedsvc.config import (
+    Config,
+    DeviceConfig,
+    ModelConfig,
+    ServerConfig,
+    VersionConfig,
+)
+from embedsvc.deployment import deploy
+from embedsvc.engine.devices import Devices
+from embedsvc.errors import ModelError
+from embedsvc.metrics import Metrics
+from embedsvc.models import isolated, load_model
+from embedsvc.models.host import gpu_present
+from embedsvc.models.source import resolve
+from embedsvc.service import Service
+from tests import tiny
+from tests.isolated import processes
+
+NAME = "m"
+TEXTS = ["hello", "a longer text about nothing", "word " * 100]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache directory for the module, so that measurements are made once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process outlives its test."""
+    yield
+
+    assert processes() == []
+
+
+def config_of(cache: Path, *, isolate: bool) -> Config:
+    """Return a configuration of weightless vectors."""
+    version = VersionConfig(backend="hash", isolate=isolate)
+    return Config(
+        server=ServerConfig(cache_dir=str(cache)),
+        devices=[DeviceConfig(name="cpu", slots=2, threads_per_slot=1)],
+        models=[ModelConfig(name=NAME, versions=[version])],
+    )
+
+
+@asynccontextmanager
+async def serving(cache: Path, *, isolate: bool) -> AsyncIterator[Service]:
+    """Run a service with weightless vectors."""
+    service = Service(config_of(cache, isolate=isolate))
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+
+
+async def test_a_service_with_isolated_models_gives_the_same_vectors(cache: Path) -> None:
+    """Nobody sees where the model runs, measurements and warm-up included."""
+    async with serving(cache, isolate=False) as service:
+        here = await service.embed(EmbedCall(NAME, TEXTS))
+        assert processes() == []
+    async with serving(cache, isolate=True) as service:
+        there = await service.embed(EmbedCall(NAME, TEXTS))
+        assert len(processes()) == 1
+
+    np.testing.assert_array_equal(here.vectors, there.vectors)
+
+
+async def test_a_service_outlives_its_model(cache: Path) -> None:
+    """While the process is replaced the service is not ready, but calls that can wait do."""
+    async with serving(cache, isolate=True) as service:
+        before = await service.embed(EmbedCall(NAME, TEXTS))
+        (process,) = processes()
+        process.kill()
+        async with asyncio.timeout(10):
+            while service.state != "restarting":  # noqa: ASYNC110  # another thread notices
+                await asyncio.sleep(0)
+        assert (service.ready, service.accepting) == (False, True)
+
+        after = await service.embed(EmbedCall(NAME, TEXTS))
+
+        assert service.ready
+        np.testing.assert_array_equal(before.vectors, after.vectors)
+        assert service.info()["models"][0]["state"] == "ready"
+
+
+def test_a_start_that_fails_leaves_no_process(cache: Path) -> None:
+    """A model that is loaded and then cannot be served is closed."""
+
+    class NoDevices(Devices):
+        def get(self, *args: object) -> NoReturn:
+            assert len(processes()) == 1
+            raise ModelError("no device")
+
+    config = config_of(cache, isolate=True)
+    with pytest.raises(ModelError, match="no device"):
+        deploy(config.models[0], "models[0]", config, NoDevices(config), Metrics())
+
+    assert processes() == []
+
+
+@pytest.mark.timeout(120)
+def test_torch_in_its_own_process_gives_the_same_vectors(tmp_path: Path) -> None:
+    """Weights, threads and settings arrive there as they are here."""
+    tiny.save_folder(tmp_path, "bert", Pooling(tiny.HIDDEN, "mean"))
+    folder = resolve(str(tmp_path / "folder"))
+    found = []
+    for isolate in (False, True):
+        version = VersionConfig(source=folder.source, device="cpu", isolate=isolate)
+        model = load_model(version, folder, 1, tmp_path)
+        texts = tiny.texts((3, 20, 44))
+        found.append((tiny.embed(model, folder, texts), dict(model.settings), model.pad_id))
+        model.close()
+
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.timeout(120)
+def test_what_cannot_be_loaded_is_said_as_in_process(tmp_path: Path) -> None:
+    """The message comes from the other process, word by word."""
+    path = tiny.save_transformer(tmp_path / "plain", "roberta")
+    folder = resolve(str(path))
+    version = VersionConfig(source=str(path), device="cpu", isolate=True, max_length=49)
+
+    with pytest.raises(ModelError, match=r"max_length 49 .* 48 positions"):
+        load_model(version, folder, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (VersionConfig(device="cuda"), True),
+        (VersionConfig(device="cuda:1"), True),
+        (VersionConfig(device="cpu"), False),
+        (VersionConfig(device="cpu", isolate=True), True),
+        (VersionConfig(device="cuda", isolate=False), False),
+        (VersionConfig(backend="hash"), False),
+        (VersionConfig(), gpu_present()),
+    ],
+)
+def test_gpus_are_isolated_unless_told_otherwise(version: VersionConfig, expected: bool) -> None:
+    """What can fail for good is kept apart; what cannot is not."""
+    assert isolated(version) is expected
+
+
+def test_a_gpu_is_seen_by_its_device(tmp_path: Path) -> None:
+    """Nothing heavy is loaded to look for one."""
+    assert not gpu_present(tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert not gpu_present(tmp_path)
+    (tmp_path / "nvidia0").touch()
+
+    assert gpu_present(tmp_path)
