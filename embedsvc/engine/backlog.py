@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import mul
 
 from embedsvc.engine.sequence import NO_KEY, Key, Priority, Request
 
@@ -152,11 +153,13 @@ class Backlog:
 
     def _pending(self, work: _Work, *, promised: bool = False) -> dict[Priority, float]:
         """Return the slot seconds of a key by priority, as batches are now; interactive first."""
-        return {
-            priority: sum(map(float.__mul__, work.open_s[priority], self._factors))
-            + promised * work.promised_s[priority]
-            for priority in (INTERACTIVE, BULK)
-        }
+        pending = {INTERACTIVE: 0.0, BULK: 0.0}
+        for priority in pending:
+            if work.n_open[priority]:
+                pending[priority] = sum(map(mul, work.open_s[priority], self._factors))
+            if promised:
+                pending[priority] += work.promised_s[priority]
+        return pending
 
     def _forget_due(self, now: float) -> None:
         while self._due and self._due[0] * STEP_S <= now:
