@@ -10,8 +10,6 @@ import pytest
 
 from embedsvc.calls import EmbedCall
 from embedsvc.engine.sequence import Priority
-from embedsvc.errors import TooManyTokens
-from embedsvc.http.decoding import check_ids
 from tests.http_fakes import MODEL, URL, FakeService, client_of, error_of
 
 pytest_plugins = ["tests.http_fixtures"]
@@ -292,28 +290,3 @@ async def test_a_deadline_that_is_no_time_is_refused_by_name(
     assert "x-request-timeout" in error_of(response)["message"]
     assert f"got '{value}'" in error_of(response)["message"]
     assert service.calls == []
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b'{"input":[1,2,3]}', b'{"model":"m", "input" : [ [1,2], [3,4,5]]}', b'{"input":[[[-1,2,3'],
-)
-def test_too_many_ids_are_refused_before_they_are_read(body: bytes) -> None:
-    """Flat, nested or broken."""
-    with pytest.raises(TooManyTokens, match="more than 2 token ids"):
-        check_ids(body, 2)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"input":[1,2,3]}',
-        b'{"input":"1,2,3,4,5"}',
-        b'{"input":["1,2,3,4,5", "[1,2,3,4,5]"]}',
-        b'{"input":"\\"input\\":[1,2,3,4,5]"}',
-        b"1,2,3,4,5",
-    ],
-)
-def test_texts_and_few_ids_are_left_to_the_decoder(body: bytes) -> None:
-    """Commas in texts are no ids."""
-    check_ids(body, 3)

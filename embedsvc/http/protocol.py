@@ -11,7 +11,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from litestar.types import HTTPScope, Receive, Send
 
 from embedsvc.calls import EmbedCall, Embedded
@@ -25,7 +24,7 @@ from embedsvc.errors import (
 )
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import Headers, read_body
-from embedsvc.http.decoding import check_ids, decode
+from embedsvc.http.decoding import BodyDecoder
 from embedsvc.http.exchange import CLIENT, Client
 from embedsvc.http.journal import Entry, Journal
 from embedsvc.http.replies import (
@@ -37,7 +36,12 @@ from embedsvc.http.replies import (
     error_reply,
     reply_end,
 )
-from embedsvc.http.schemas import EmbeddingsRequest, EncodingFormat, embed_call
+from embedsvc.http.schemas import (
+    EmbeddingsRequest,
+    EncodingFormat,
+    LargeEmbeddingsRequest,
+    embed_call,
+)
 from embedsvc.http.schemas import encoding_format as asked_encoding_format
 from embedsvc.service import Service
 
@@ -47,8 +51,6 @@ T = TypeVar("T")
 
 # Said to clients that come while the model loads.
 NOT_READY_RETRY_S = 2.0
-# As many token ids as a request may have need less.
-LARGE_BODY_BYTES = 4 * 1024 * 1024
 # How long a client waits: as it says itself, and as OpenAI's clients say for it.
 TIMEOUT, SDK_TIMEOUT = b"x-request-timeout", b"x-stainless-read-timeout"
 ALLOW_POST = (b"allow", b"POST")
@@ -64,7 +66,7 @@ class EmbeddingsEndpoint:
         self._service = service
         self._request_ids = request_ids
         self._journal = journal
-        self._decoder = msgspec.json.Decoder(EmbeddingsRequest)
+        self._decoder = BodyDecoder(EmbeddingsRequest, LargeEmbeddingsRequest)
         self._default_model = default_model(service)
 
     async def handle(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
@@ -97,9 +99,7 @@ class EmbeddingsEndpoint:
         if not self._service.accepting:
             raise not_ready(self._service)
         body = await read_body(headers, receive, limits.max_body_bytes)
-        if len(body) > LARGE_BODY_BYTES:
-            check_ids(body, limits.max_request_tokens)
-        request = decode(self._decoder, body)
+        request = await self._decoder.decode(body, limits)
         written_as = asked_encoding_format(request)
         entry.call = call = embed_call(
             request,

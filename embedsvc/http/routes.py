@@ -9,7 +9,6 @@ import logging
 from functools import partial
 from typing import Any
 
-import msgspec
 from litestar import Request, Response, post, route
 from litestar.datastructures import State
 from litestar.di import NamedDependency
@@ -32,10 +31,16 @@ from embedsvc.errors import (
 )
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import read_body
-from embedsvc.http.decoding import decode
+from embedsvc.http.decoding import BodyDecoder
 from embedsvc.http.protocol import bug, default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
-from embedsvc.http.schemas import TokenizeRequest, model_name, texts, texts_field
+from embedsvc.http.schemas import (
+    LargeTokenizeRequest,
+    TokenizeRequest,
+    model_name,
+    texts,
+    texts_field,
+)
 from embedsvc.metrics import CONTENT_TYPE
 from embedsvc.service import Service
 from embedsvc.tokenization import Token
@@ -49,7 +54,7 @@ ServiceOfApp = NamedDependency[SkipValidation[Service]]
 # Load balancers ask for the head alone.
 readable = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
-_TOKENIZE_DECODER = msgspec.json.Decoder(TokenizeRequest)
+_TOKENIZE_DECODER = BodyDecoder(TokenizeRequest, LargeTokenizeRequest)
 # Where an error leaves its reason in the state of a request's scope.
 _REASON = "embedsvc.reason"
 _ERROR_OF_STATUS: dict[int, type[RequestError]] = {
@@ -97,7 +102,7 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
     limits = service.config.server
     headers = dict(request.scope["headers"])
     body = await read_body(headers, request.receive, limits.max_body_bytes)
-    asked = decode(_TOKENIZE_DECODER, body)
+    asked = await _TOKENIZE_DECODER.decode(body, limits)
     model = model_name(asked.model, default_model(service))
     inputs = texts(asked)
     _check_size(inputs, texts_field(asked), limits)

@@ -55,6 +55,12 @@ class EmbeddingsRequest(Struct):
     embed_dtype: str | None = None
 
 
+class LargeEmbeddingsRequest(EmbeddingsRequest):
+    """The same, decoded in steps."""
+
+    input: str | list[object] | None = None
+
+
 class TokenizeRequest(Struct):
     """Body of `POST /tokenize`; `inputs` is another spelling of `input`."""
 
@@ -63,6 +69,13 @@ class TokenizeRequest(Struct):
     model: str | None = None
     prompt_name: str | None = None
     add_special_tokens: bool | None = None
+
+
+class LargeTokenizeRequest(TokenizeRequest):
+    """The same, decoded in steps."""
+
+    input: str | list[object] | None = None
+    inputs: str | list[object] | None = None
 
 
 def embed_call(
