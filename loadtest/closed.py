@@ -37,6 +37,10 @@ class ClosedLoop:
         await asyncio.gather(*(self._client(Connection(host, port)) for _ in range(n_clients)))
         return self._outcome
 
+    def stop(self) -> None:
+        """Close the window now; clients end with the calls they have sent."""
+        self._closes = self._n_finished
+
     async def _client(self, connection: Connection) -> None:
         while self._n_finished < self._closes:
             call = next(self._calls)

@@ -176,7 +176,6 @@ class Recovery:
         self._loads_in_vain = 0
         self.down = False
         self._metrics.restarts[self._reason].inc()
-        log.info("model loaded again model=%s seconds=%.1f", self._name, self._load_s)
 
     def _was_healthy(self) -> bool:
         lived_s = self._clock() - self._loaded_at
