@@ -166,7 +166,7 @@ class BodyTooLarge(RequestError):
 
 
 class UnsupportedEncoding(RequestError):
-    """The request body is compressed in a way this server does not read."""
+    """The request body is compressed; only plain ones are read."""
 
     status = 415
     type = "invalid_request_error"

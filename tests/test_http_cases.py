@@ -493,15 +493,13 @@ async def chunked_bodies_are_read(api: httpx.AsyncClient) -> None:
 
 
 @case("HT-03")
-async def compressed_bodies_are_read_or_refused(api: httpx.AsyncClient) -> None:
-    """gzip is unpacked, others are told so."""
+async def compressed_bodies_are_refused(api: httpx.AsyncClient) -> None:
+    """With what to send instead, and without a word of theirs."""
     body = gzip.compress(json.dumps({"model": "m", "input": "a"}).encode())
-    packed = await api.post(URL, content=body, headers={"content-encoding": "gzip"})
-    vectors(packed, 1)
-    for encoding in ("zstd", "br"):
+    for encoding in ("gzip", "zstd", "br"):
         response = await api.post(URL, content=body, headers={"content-encoding": encoding})
         assert response.status_code == 415
-        assert "gzip" in error_of(response)["message"]
+        assert "without Content-Encoding" in error_of(response)["message"]
 
 
 @case("HT-05", "HT-06")
