@@ -151,6 +151,46 @@ def test_code_of_the_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+SHAPES = {
+    "modules.json": [3, [[]], [{"type": TRANSFORMER, "path": 3}]],
+    "config.json": [3, {"model_type": []}, {"model_type": "bert", "dtype": "x"}],
+    "sentence_bert_config.json": [
+        3,
+        {"modality_config": 3},
+        {"modality_config": {"text": 3}},
+        {"processing_kwargs": "x"},
+        {"tokenizer_args": 3},
+        {"max_seq_length": "x"},
+    ],
+    "config_sentence_transformers.json": [
+        3,
+        {"prompts": True},
+        {"prompts": {"q": 3}},
+        {"default_prompt_name": {}},
+    ],
+    "tokenizer_config.json": [3, {"model_max_length": {}}, {"unk_token": ""}],
+    "model.safetensors.index.json": [3, {"weight_map": 3}, {"weight_map": {"w": 3}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(name, json.dumps(shape)) for name, shapes in SHAPES.items() for shape in shapes]
+    + [(name, "[" * 100_000) for name in SHAPES],
+)
+def test_json_of_any_shape_ends_in_a_model_or_in_one_line(
+    folder: Path, name: str, content: str
+) -> None:
+    """A folder of a stranger cannot surprise the start."""
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    write_modules(folder, TRANSFORMER)
+    (folder / name).write_text(content)
+
+    with contextlib.suppress(ModelError):
+        assert load_tokenizer(resolve(str(folder))) is not None
+
+
 # --- modules -------------------------------------------------------------------------------------
 
 

@@ -310,6 +310,31 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
         tiny.load(path, tmp_path, pooling="mean")
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_folder_cannot_name_code_of_the_hub(tmp_path: Path, key: str) -> None:
+    """transformers would fetch and run an attention that is called like a repository."""
+    tiny.save_folder(tmp_path, "bert", _mean())
+    expected = tiny.embed(*tiny.load(tmp_path / "folder", tmp_path), ROWS)
+    edit(tmp_path / "folder" / "config.json", **{key: "someone/attention"})
+    found = tiny.embed(*tiny.load(tmp_path / "folder", tmp_path), ROWS)
+
+    assert _difference(found, expected) < 1e-6
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """Their kernels come from the Hub too, and their vectors are not those of the model."""
+    tiny.save_folder(tmp_path, "bert", _mean())
+    edit(tmp_path / "folder" / "config.json", quantization_config={"quant_method": "gptq"})
+
+    with pytest.raises(ModelError, match="quantized"):
+        tiny.load(tmp_path / "folder", tmp_path)
+
+
+def edit(path: Path, **values: object) -> None:
+    """Set values of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
     """An architecture with encoder and decoder is refused by name."""
     path = tiny.save_transformer(tmp_path / "plain", "bert")

@@ -74,6 +74,7 @@ def open_tokenizer(path: Path, *, lower_case: bool) -> FolderTokenizer:
         loaded: Any = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
+        special_ids = frozenset(map(int, loaded.all_special_ids))
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
@@ -85,7 +86,7 @@ def open_tokenizer(path: Path, *, lower_case: bool) -> FolderTokenizer:
     if lower_case:
         _lower_case(backend)
     pad_id = next((i for i in (loaded.pad_token_id, loaded.eos_token_id) if i is not None), 0)
-    return FolderTokenizer(backend, int(pad_id), frozenset(map(int, loaded.all_special_ids)))
+    return FolderTokenizer(backend, int(pad_id), special_ids)
 
 
 def _lower_case(backend: tokenizers.Tokenizer) -> None:

@@ -34,6 +34,10 @@ _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+# What reading JSON raises that has a number for a table, or is nested without end.
+_UNEXPECTED_SHAPES = (
+    AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,10 @@ def resolve(source: str, *, sha256: str = "", where: str = "models[0].source") -
         return _read(location.folder, source, location.revision, sha256)
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
+    except _UNEXPECTED_SHAPES as error:
+        raise ModelError(
+            f"{where}: a JSON file of {source} has not the shape that it has in a model: {error!r}"
+        ) from error
 
 
 def load_tokenizer(folder: ModelFolder) -> tokenizers.Tokenizer:

@@ -29,8 +29,11 @@ def load_transformer(path: Path) -> Any:
     """
     _quiet_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
         _check_architecture(path, config)
+        _choose_kernels(config)
         network, info = transformers.AutoModel.from_pretrained(
             path,
             config=config,
@@ -64,6 +67,20 @@ def _quiet_transformers() -> None:
 def _check_architecture(path: Path, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{path}: {config.model_type} has an encoder and a decoder; unsupported")
+
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{path}: its weights are quantized, which is not supported")
+
+
+def _choose_kernels(config: Any) -> None:
+    """Leave the choice of how to compute to transformers.
+
+    A folder may name a repository of the Hub as its attention, whose code transformers would
+    download and run where the package `kernels` is installed.
+    """
+    for choice in ("_attn_implementation", "_experts_implementation"):
+        if getattr(config, choice, None) != "eager":
+            setattr(config, choice, None)
 
 
 def _without_pooler(config: Any) -> dict[str, bool]:
