@@ -181,6 +181,10 @@ class _VersionFamilies:
         self.tokens = self._counter(
             "tokens", "Tokens through the model: real, and computed with padding.", "kind"
         )
+        self.key_tokens = self._counter(
+            "key_tokens", "Tokens through the model by the name of the API key, without padding.",
+            "key",
+        )  # fmt: skip
         self.batches = self._counter("batches", "Batches by outcome.", "outcome")
         self.edge_switches = self._counter("edge_switches", "Switches to other bucket edges.")
         self.restarts = self._counter(
@@ -254,6 +258,10 @@ class VersionMetrics:
         self.queue = {
             name: families.queue.labels(model, version, name) for name in LENGTH_CLASS_NAMES
         }
+
+    def key_tokens(self, key: str, tokens: int) -> None:
+        """Count tokens of a key; one is shown once it has some."""
+        self._families.key_tokens.labels(*self._labels, key).inc(tokens)
 
     def cost_error(self, width_class: int, share: float) -> None:
         """Count a batch by how far off its prediction was; a class is shown once it has one."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from embedsvc.engine.messages import Arrivals
-from embedsvc.engine.sequence import Priority, Request
+from embedsvc.engine.sequence import Key, Priority, Request
 from embedsvc.errors import DeadlineExceeded, InferenceFailed, InternalError, NotReady, Overloaded
 from tests.fakes import (
     BrokenModel,
@@ -167,6 +167,19 @@ async def test_a_row_that_is_not_finite_fails_its_request_only(rigs: Rigs) -> No
     assert isinstance(error, InferenceFailed)
     assert "input[0]" in error.message
     assert await good.settled is None
+
+
+async def test_tokens_are_counted_by_key(rigs: Rigs) -> None:
+    """Whoever runs the server sees what each key takes; without keys there is nothing to tell."""
+    rig = rigs()
+    one, other = Key("one", 1.0), Key("other", 2.0)
+    sent = [rig.send([10, 20], key=one), rig.send([40], key=other), rig.send([3], key=one)]
+    await asyncio.gather(*(request.settled for request in sent), rig.send([99]).settled)
+    # The count comes after the answer.
+    await rig.close()
+
+    counted = [rig.value("embedsvc_key_tokens_total", key=name) for name in ("one", "other", "")]
+    assert counted == [33, 40, 0]
 
 
 async def test_the_death_of_the_scheduler_fails_everyone(rigs: Rigs) -> None:

@@ -23,7 +23,7 @@ from embedsvc.bench.open_loop import Offsets, OpenLoop, calls_for
 from embedsvc.bench.outcome import OK, Outcome, Result, ending_of, percentiles_ms
 from embedsvc.bench.scrape import Samples
 from embedsvc.bench.serving import served
-from loadtest import restart, workload
+from loadtest import bookings, restart, workload
 from loadtest.arrivals import arrivals, scaled, trace_times
 from loadtest.closed import ClosedLoop
 from loadtest.cost import between, quantile
@@ -415,6 +415,22 @@ async def test_a_client_retries_until_it_is_answered() -> None:
     assert (len(tally.seconds), tally.failures) == (1, {})
 
 
+async def test_the_refused_come_back_once_as_told() -> None:
+    """A second refusal is counted and not tried again."""
+    refusal = http(b"{}", "429 Busy", "retry-after: 1\r\nretry-after-ms: 7\r\n")
+    answers = iter([refusal, refusal, http(reply(1, vector=WHOLE_VECTOR)), refusal])
+
+    async def answer(_: bytes) -> bytes:
+        return next(answers)
+
+    async with listening(answer) as address:
+        (call,) = calls_for(*address, "m", ["a"])
+        twice, once = [await bookings.burst(address, [call]) for _ in range(2)]
+
+    assert (twice.first, twice.second, twice.told_s) == ({"rejected": 1}, {"rejected": 1}, [0.007])
+    assert (once.first, once.second) == ({"ok": 1}, {})
+
+
 async def test_ghosts_leave_at_every_stage() -> None:
     """Some are answered first, some leave during the upload, whatever way they leave."""
 
@@ -537,10 +553,12 @@ def test_questions_are_shorter_than_passages() -> None:
     [
         "burst --calls 50",
         "cost --clients 4 --calls 100 --seconds 1",
+        "fairness --queries 40 --texts 64",
         "ghosts --ghosts 40",
         "idle --connections 60 --seconds 1",
         "overload --seconds 1 --peak-calls 50 --max-rate 200",
         "restart --restarts 1 --clients 4",
+        "shares --seconds 1",
     ],
 )
 def test_measurements_run_to_their_bars(line: str) -> None:

@@ -257,6 +257,9 @@ class Engine:
         m.rows.observe(batch.rows)
         m.inference.observe(seconds)
         m.tokens["real"].inc(batch.real_tokens)
+        for key, tokens in batch.tokens_by_key.items():
+            if key is not NO_KEY:
+                m.key_tokens(key.name, tokens)
         m.tokens["computed"].inc(batch.rows * batch.length)
 
     def _post(self, call: Callable[..., None], *args: object) -> None:

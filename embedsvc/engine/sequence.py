@@ -140,3 +140,12 @@ class Batch:
     def real_tokens(self) -> int:
         """Tokens without padding."""
         return sum(s.length for s in self.sequences)
+
+    @property
+    def tokens_by_key(self) -> dict[Key, int]:
+        """The same by whom they count for."""
+        tokens: dict[Key, int] = {}
+        for sequence in self.sequences:
+            key = sequence.request.key
+            tokens[key] = tokens.get(key, 0) + sequence.length
+        return tokens
