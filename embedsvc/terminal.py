@@ -26,11 +26,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
+_SPELLED_OUT = {c: ascii(chr(c))[1:-1] for c in _CONTROLS if chr(c) not in "\t\n"}
 # What flags set, as errors about values of any kind name it.
 _FIELDS_OF_FLAGS = {
     "model": r"models\[0\]\.(source|name)",
     "host": r"server\.host",
     "port": r"server\.port",
+    "workers": r"server\.workers",
     "device": r"models\[\d+\]\.versions\[0\]\.device",
 }
 
@@ -91,9 +94,22 @@ def load_config(path: Path | None, flags: dict[str, Any]) -> Config:
 
 def set_up_logging(level: str, who: str = "") -> None:
     """Log to stderr, libraries only from warnings up; `who` tells one process from others."""
-    form = _LOG_FORMAT.replace("%(levelname)s", f"{who}%(levelname)s")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=form)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Indented(_LOG_FORMAT.replace("%(levelname)s", f"{who}%(levelname)s")))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("embedsvc").setLevel(level.upper())
+
+
+class Indented(logging.Formatter):
+    """Lets an entry of the log begin only where it does, whatever words of others are in it.
+
+    Further lines, as of tracebacks, are indented; other control characters are spelled out, since
+    a terminal would obey them.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of one entry."""
+        return super().format(record).translate(_SPELLED_OUT).replace("\n", "\n  ")
 
 
 @contextmanager
@@ -102,7 +118,8 @@ def mistakes_in_one_line() -> Iterator[None]:
     try:
         yield
     except EmbedsvcError as error:
-        click.echo(f"embedsvc: {as_given(str(error))}", err=True)
+        message = " ".join(str(error).splitlines())
+        click.echo(f"embedsvc: {as_given(message)}", err=True)
         sys.exit(1)
 
 

@@ -157,6 +157,31 @@ def test_an_address_in_use_ends_serve_in_one_line() -> None:
     assert line.startswith("embedsvc: --host, EMBEDSVC_PORT: cannot listen on 127.0.0.1:")
 
 
+def test_nothing_in_the_log_can_pass_for_an_entry_of_its_own() -> None:
+    """Words of clients and of libraries are kept to their lines, and terminals do not obey them."""
+    script = (
+        "import logging\n"
+        "from embedsvc.terminal import set_up_logging\n"
+        "set_up_logging('info')\n"
+        "forged = '2026-01-01 00:00:00,000 INFO embedsvc all is well'\n"
+        "log = logging.getLogger('embedsvc.test')\n"
+        "log.info('said %s', f'a\\n{forged}\\rb\\x1b[2J\\x85c\\u2028d\\te')\n"
+        "try: raise ValueError(f'x\\n{forged}')\n"
+        "except ValueError: log.exception('failed')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    lines = done.stderr.split("\n")
+
+    assert [line.split(" ", 2)[2] for line in lines if line[:1].isdigit()] == [
+        "INFO embedsvc.test said a",
+        "ERROR embedsvc.test failed",
+    ]
+    assert r"all is well\rb\x1b[2J\x85c\u2028d" in lines[1]
+    assert lines[1].endswith("d\te")
+
+
 @pytest.mark.parametrize("text", ["", "{}", "no json", '{"text": 3}'])
 def test_bench_refuses_texts_that_are_none(tmp_path: Path, text: str) -> None:
     """A texts file without rows of `{"text": …}` is told in one line."""

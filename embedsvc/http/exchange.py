@@ -145,7 +145,7 @@ class Exchange:
             stopping = True
             raise
         except Exception:  # whatever it is, the client gets an answer
-            log.exception("unexpected error path=%s", self.scope["path"])
+            log.exception("unexpected error path=%.200r", self.scope["path"])
         finally:
             if not (self.complete or self._client.gone):
                 self._connection.answer_for(self, _failure(stopping))

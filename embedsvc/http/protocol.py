@@ -81,7 +81,7 @@ class EmbeddingsEndpoint:
             entry.end(error)
             await _send_error(send, error, request_id)
         except Exception:  # as Litestar does for the other routes
-            log.exception("unexpected error path=%s", scope["path"])
+            log.exception("unexpected error path=%.200r", scope["path"])
             await _send_error(send, bug(), request_id)
         except asyncio.CancelledError:
             entry.end(NotReady("The server stopped."))

@@ -183,7 +183,7 @@ def answer_framework_error(request: AnyRequest, error: HTTPException) -> Respons
 
 def answer_bug(request: AnyRequest, error: Exception) -> Response[bytes]:
     """Answer what nobody foresaw, and log it."""
-    log.error("unexpected error path=%s", request.scope["path"], exc_info=error)
+    log.error("unexpected error path=%.200r", request.scope["path"], exc_info=error)
     return _error(request, bug())
 
 
