@@ -50,7 +50,12 @@ class ServerConfig(Section, frozen=True):
         float, Meta(gt=0, description="Longest deadline a client may state.")
     ] = 600.0
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest request body; larger ones get 413.")
+        int,
+        Meta(
+            ge=1024,
+            description="Largest request body; larger ones get 413. All bodies over 64 KiB in "
+            "progress may have four times as much together; what is more gets 429.",
+        ),
     ] = 64 * 1024 * 1024
     max_inputs: Annotated[int, Meta(ge=1, description="Most texts in one request.")] = 2048
     max_request_tokens: Annotated[

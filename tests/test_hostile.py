@@ -9,8 +9,16 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
-from embedsvc.errors import BodyTooLarge, ClientGone, HeadersTooLarge, RequestTimeout
+from embedsvc.errors import (
+    BodyTooLarge,
+    ClientGone,
+    HeadersTooLarge,
+    Overloaded,
+    RequestTimeout,
+)
+from embedsvc.http.body import LARGEST_AT_ONCE, SMALL_BYTES
 from embedsvc.http.parser import MAX_HEAD_BYTES
 from embedsvc.http.timing import MIN_BODY_BYTES_PER_S, Terms
 from tests.http_fakes import MAX_BODY_BYTES, URL, FakeService, counted
@@ -215,6 +223,64 @@ async def test_an_upload_without_end_gets_its_413_and_an_end(
     with pytest.raises(ConnectionError):
         await uploading
     assert counted(service) == {(str(BodyTooLarge.status), BodyTooLarge.reason): 1}
+
+
+@pytest.fixture
+def roomy(service: FakeService) -> int:
+    """Allow bodies that count as large; return the size of the largest."""
+    largest = 2 * SMALL_BYTES
+    server = replace(service.config.server, max_body_bytes=largest)
+    service.config = replace(service.config, server=server)
+    return largest
+
+
+async def entered(service: FakeService, n_calls: int) -> None:
+    """Wait until so many calls have reached the service."""
+    while len(service.calls) < n_calls:  # noqa: ASYNC110  # a list tells nobody
+        await asyncio.sleep(0)
+
+
+async def test_large_bodies_have_limited_room_together(
+    site: Site, service: FakeService, roomy: int
+) -> None:
+    """Those that stay cost others their large ones, never the server its memory."""
+    service.gate = asyncio.Event()
+    large = f"{HEAD}Content-Length: {roomy}\r\n\r\n" + json.dumps({"input": "a"}).ljust(roomy)
+    stay = [await site.connect() for _ in range(LARGEST_AT_ONCE)]
+    for wire in stay:
+        wire.send(large)
+    await entered(service, LARGEST_AT_ONCE)
+    late = await site.connect()
+    late.send(large)
+    refused = await late.reply()
+
+    assert refused.status == Overloaded.status
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    late.send(post())
+    await entered(service, LARGEST_AT_ONCE + 1)
+
+    stay.pop().writer.close()
+    while await service.metrics.heard.get() != (ClientGone.status, ClientGone.reason):
+        pass
+    stay.append(await site.connect())
+    stay[-1].send(large)
+    await entered(service, LARGEST_AT_ONCE + 2)
+    service.gate.set()
+    assert [(await wire.reply()).status for wire in (*stay, late)] == [200] * (len(stay) + 1)
+
+
+async def test_a_large_upload_that_is_left_gives_its_room_back(
+    site: Site, service: FakeService, roomy: int
+) -> None:
+    """Whenever it ends."""
+    for _ in range(LARGEST_AT_ONCE + 1):
+        wire = await site.connect()
+        wire.send(f"{HEAD}Content-Length: {roomy}\r\n\r\n", " " * (roomy - 1))
+        await wire.writer.drain()
+        wire.writer.close()
+        assert await service.metrics.heard.get() == (ClientGone.status, ClientGone.reason)
+
+    assert await served(site)
 
 
 # --- slow readers --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from litestar.types import HTTPScope, Message, Receive, Send
 
 from embedsvc.errors import InternalError, RequestError
 from embedsvc.http import protocol, routes
+from embedsvc.http.body import Room
 from embedsvc.http.journal import NO_ROUTE, Journal
 from embedsvc.http.protocol import EmbeddingsEndpoint
 from embedsvc.http.replies import RequestIds
@@ -77,9 +78,9 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> App:
             ready before the first request is accepted. Without any lifespan, every request for
             vectors is answered 503.
     """
-    request_ids = RequestIds()
+    request_ids, room = RequestIds(), Room()
     journal = Journal(service.metrics, service.config.server.slow_request_s)
-    endpoint = EmbeddingsEndpoint(service, request_ids, journal)
+    endpoint = EmbeddingsEndpoint(service, request_ids, journal, room)
     embeddings = asgi(list(protocol.PATHS), copy_scope=False)(endpoint.handle)
     app = App(
         route_handlers=[
@@ -104,7 +105,7 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> App:
     )
     app.endpoint, app.journal = endpoint, journal
     app.state.draining = False
-    app.state.request_ids = request_ids
+    app.state.request_ids, app.state.room = request_ids, room
     app.state.worker = {"number": 0, "of": 1, "pid": os.getpid()}
     app.state.all_metrics = _metrics_of(service)
     return app

@@ -23,7 +23,7 @@ from embedsvc.errors import (
     RequestError,
 )
 from embedsvc.http.access import presented_key
-from embedsvc.http.body import Headers, read_body
+from embedsvc.http.body import Headers, Room, read_body
 from embedsvc.http.decoding import BodyDecoder
 from embedsvc.http.exchange import CLIENT, Client
 from embedsvc.http.journal import Entry, Journal
@@ -62,8 +62,11 @@ ROUTE = PATHS[0]
 class EmbeddingsEndpoint:
     """Answers `POST /v1/embeddings` for one app."""
 
-    def __init__(self, service: Service, request_ids: RequestIds, journal: Journal) -> None:
+    def __init__(
+        self, service: Service, request_ids: RequestIds, journal: Journal, room: Room
+    ) -> None:
         self._service = service
+        self._room = room
         self._request_ids = request_ids
         self._journal = journal
         self._decoder = BodyDecoder(EmbeddingsRequest, LargeEmbeddingsRequest)
@@ -98,20 +101,21 @@ class EmbeddingsEndpoint:
         key = self._service.keys.of(presented_key(headers))
         if not self._service.accepting:
             raise not_ready(self._service)
-        body = await read_body(headers, receive, limits.max_body_bytes)
-        request = await self._decoder.decode(body, limits)
-        written_as = asked_encoding_format(request)
-        entry.call = call = embed_call(
-            request,
-            default_model=self._default_model,
-            timeout_s=stated_timeout_s(headers, limits.max_timeout_s),
-            key=key,
-        )
         client = client_of(scope)
-        if client is None:
-            entry.embedded = await until_disconnect(receive, self._service.embed(call))
-        else:
-            entry.embedded = await until_gone(client, self._service.embed(call))
+        with self._room.share(limits.max_body_bytes) as share:
+            body = await read_body(headers, receive, share)
+            request = await self._decoder.decode(body, limits)
+            written_as = asked_encoding_format(request)
+            entry.call = call = embed_call(
+                request,
+                default_model=self._default_model,
+                timeout_s=stated_timeout_s(headers, limits.max_timeout_s),
+                key=key,
+            )
+            if client is None:
+                entry.embedded = await until_disconnect(receive, self._service.embed(call))
+            else:
+                entry.embedded = await until_gone(client, self._service.embed(call))
         await _send_vectors(send, entry, call, entry.embedded, written_as)
         if client is not None and client.gone:
             raise ClientGone("The client left before the end of its response.")

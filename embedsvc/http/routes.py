@@ -30,7 +30,7 @@ from embedsvc.errors import (
     TooManyTokens,
 )
 from embedsvc.http.access import presented_key
-from embedsvc.http.body import read_body
+from embedsvc.http.body import Room, read_body
 from embedsvc.http.decoding import BodyDecoder
 from embedsvc.http.protocol import bug, default_model, not_ready
 from embedsvc.http.replies import Header, RequestIds, error_reply
@@ -101,8 +101,10 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
         raise not_ready(service)
     limits = service.config.server
     headers = dict(request.scope["headers"])
-    body = await read_body(headers, request.receive, limits.max_body_bytes)
-    asked = await _TOKENIZE_DECODER.decode(body, limits)
+    room: Room = request.app.state.room
+    with room.share(limits.max_body_bytes) as share:
+        body = await read_body(headers, request.receive, share)
+        asked = await _TOKENIZE_DECODER.decode(body, limits)
     model = model_name(asked.model, default_model(service))
     inputs = texts(asked)
     _check_size(inputs, texts_field(asked), limits)
