@@ -117,7 +117,7 @@ class Deployment:
         n_known = len(sequences) - len(missing)
         if n_known:
             tokens = sum(s.length for s in sequences) - sum(s.length for s in missing)
-            engine.admission.release(n_known, tokens)
+            engine.admission.release(n_known, tokens, request.key)
         if not missing:
             request.first_start = request.last_end = request.arrival
             self.metrics.texts["ok"].inc(n_known)

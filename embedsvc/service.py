@@ -246,9 +246,9 @@ class Service:
             dim = engine.model.dim
             request, sequences = request_of(encoded, dim, deadline, priority, call.key)
         except BaseException:
-            engine.admission.release(n, estimate)
+            engine.admission.release(n, estimate, call.key)
             raise
-        engine.admission.adjust(tokens - estimate)
+        engine.admission.adjust(tokens - estimate, call.key)
         return request, sequences, sum(e.truncated for e in encoded)
 
     def _note_refusal(self, queue_s: float) -> None:

@@ -176,7 +176,7 @@ class EngineRig:
             first_id=first_id,
             key=key,
         )
-        self.engine.admission.reserve(len(rows), sum(lengths), bulk=False)
+        self.engine.admission.reserve(len(rows), sum(lengths), bulk=False, key=key)
         self.engine.submit(request, rows)
         return request
 

@@ -155,7 +155,7 @@ class Engine:
                     f"The queue is too long: done in {finish_s:.1f} s, {left_s:.1f} s are left. "
                     "Retry after the time given, or allow more time."
                 )
-            self.admission.reserve(rows, tokens, bulk=priority is Priority.BULK)
+            self.admission.reserve(rows, tokens, bulk=priority is Priority.BULK, key=key)
         except Overloaded as refusal:
             # Where a bound is reached, there is room once as much has left the queue.
             room_s = min(room_s, finish_s - own_s)

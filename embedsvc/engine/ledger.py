@@ -170,7 +170,7 @@ class Ledger:
         request.open_rows -= rows
         request.open_tokens -= tokens
         self.backlog.release(request, seconds)
-        self.admission.release(rows, tokens)
+        self.admission.release(rows, tokens, request.key)
 
     def _expire(self, request: Request) -> None:
         self.close(
