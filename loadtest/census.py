@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
+# Where files of shared memory lie, as the kernel names them.
+SHARED = ("/memfd:", "/dev/shm/")
 # Processes with the same value of this variable are of one server.
 MARK = "EMBEDSVC_CENSUS"
 # The module that runs in the process of a model ends like this; the command of an HTTP worker is
@@ -25,7 +26,7 @@ class Census(NamedTuple):
         processes: itself and its children, those not yet waited for included.
         files: open descriptors.
         threads: of all processes.
-        shared: blocks of shared memory, each counted once, and files in /dev/shm.
+        shared: blocks of memory that processes can share, each counted once.
     """
 
     processes: int
@@ -85,7 +86,7 @@ def census(pid: int) -> Census:
             files += process.num_fds()
             threads += process.num_threads()
             shared |= set(_memory_files(process.pid))
-    return Census(len(members), files, threads, len(shared) + len(list(SHARED_MEMORY.iterdir())))
+    return Census(len(members), files, threads, len(shared))
 
 
 def resident_mib(pid: int) -> float:
@@ -128,8 +129,14 @@ class Bystanders:
 
 
 def _memory_files(pid: int) -> Iterator[int]:
-    """Yield the inodes of the anonymous memory files that a process holds open."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
+    """Yield the inodes of the shared memory that a process has open or mapped."""
+    process = Path(f"/proc/{pid}")
+    for entry in (process / "fd").iterdir():
         with suppress(OSError):
-            if str(entry.readlink()).startswith("/memfd:"):
+            if str(entry.readlink()).startswith(SHARED):
                 yield entry.stat().st_ino
+    for line in (process / "maps").read_text().splitlines():
+        # Address, mode, offset, device, inode, name.
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and words[5].startswith(SHARED):
+            yield int(words[4])

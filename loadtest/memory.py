@@ -68,7 +68,7 @@ async def measure(target: Target, args: argparse.Namespace, bars: Bars) -> None:
     before = census(target.pid)
     failed = sum([not await crash(target, k) for k in range(args.crashes)])
     bars.at_most("crashes without recovery", failed, 0)
-    more = await left_behind(target.pid, before)
+    more = await left_behind(target, before)
     print(f"before {args.crashes} crashes: {before}\nafter: {census(target.pid)}")
     bars.empty("left behind", more)
 
@@ -101,12 +101,12 @@ async def crash(target: Target, number: int) -> bool:
     target.models()[0].kill()
     user = User(target.run, f"crash{number}")
     until = perf_counter() + BACK_WITHIN_S
-    while (await user.call(Visit(picks=[number]))).verdict is not Verdict.RIGHT:
+    while (await user.once(Visit(picks=[number]))).verdict is not Verdict.RIGHT:
         if perf_counter() > until:
             return False
         await asyncio.sleep(RETRY_S)
-    target.run.over.clear()
-    await user.live([Visit(picks=[k]) for k in range(N_BETWEEN)])
+    for _ in range(N_BETWEEN):
+        await user.once(Visit(picks=[number]))
     return True
 
 

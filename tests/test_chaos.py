@@ -262,7 +262,7 @@ def test_a_seed_decides_what_happens() -> None:
         return list(itertools.islice(visits(seed, user, Habits(50)), 20))
 
     def faults(seed: int) -> object:
-        return schedule(seed, ["a", "b", "c"], start=2, end=60, mean_gap_s=3)
+        return schedule(seed, ["a", "b", "c"], end=60, mean_gap_s=3)
 
     assert first(1, 1) == first(1, 1)
     assert first(1, 1) != first(2, 1)
@@ -289,12 +289,12 @@ def test_visits_are_of_every_kind() -> None:
 def test_faults_are_equally_frequent(seed: int, n_faults: int, mean_gap_s: float) -> None:
     """Any schedule is within its time, in order, and prefers no fault."""
     names = [f"fault {k}" for k in range(n_faults)]
-    planned = schedule(seed, names, start=2, end=60, mean_gap_s=mean_gap_s)
+    planned = schedule(seed, names, end=60, mean_gap_s=mean_gap_s)
     counts = Counter(one.fault for one in planned)
     times = [one.at for one in planned]
 
     assert times == sorted(times)
-    assert all(2 <= at <= 60 for at in times)
+    assert all(0 <= at <= 60 for at in times)
     assert {counts[name] for name in names} <= {min(counts.values(), default=0) + k for k in (0, 1)}
     assert bool(planned) == bool(names)
 
@@ -395,26 +395,18 @@ def test_the_words_that_break_the_model_are_known() -> None:
 
 @pytest.mark.timeout(150)
 def test_chaos_for_a_few_seconds(tmp_path: Path) -> None:
-    """Nothing is lost or wrong; how late answers are depends on the machine."""
+    """The model is poisoned and killed, the configuration broken and mended: nothing is lost or
+    wrong. How late answers are depends on the machine, so nobody asks.
+    """
     path = tmp_path / "chaos.json"
-    command = [
-        sys.executable,
-        "-m",
-        "loadtest.chaos",
-        "--seconds",
-        "3.5",
-        "--users",
-        "8",
-        "--workers",
-        "1",
-    ]
-    command += ["--calm-s", "0.5", "--gap-s", "0.5", "--most-texts", "64", "--json", str(path)]
+    options = "--workers 1 --users 8 --most-texts 64 --seconds 3 --calm-s 1 --gap-s 0.6 --seed 106"
+    command = [sys.executable, "-m", "loadtest.chaos", *options.split(), "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert path.exists(), done.stderr
     outcome = json.loads(path.read_text())
     rows = outcome["report"]["rows"].values()
     assert outcome["report"]["endings"]["right"] > 0
-    assert sum(row["times"] for row in rows) >= 2
+    assert sum(row["times"] for row in rows) >= 4 - outcome["n_skipped"]
     assert sum(row["lost"] + row["wrong"] for row in rows) == 0, outcome
     assert (outcome["left_behind"], outcome["busy"], outcome["last"]) == ({}, {}, "right"), outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -59,3 +60,20 @@ def test_slots_work_at_the_same_time(device: Device) -> None:
     runs = [device.submit(both.wait) for _ in range(2)]
 
     assert sorted(run.result(timeout=10) for run in runs) == [0, 1]
+
+
+def test_an_idle_device_keeps_nothing_of_its_last_batch() -> None:
+    """Its rows and its buffer are freed although no other batch comes."""
+
+    class Batch:
+        pass
+
+    device = Device("cpu", slots=1)
+    batch = Batch()
+    freed = threading.Event()
+    weakref.finalize(batch, freed.set)
+    device.start(lambda batch: None, batch)
+    del batch
+
+    assert freed.wait(5)
+    device.close()

@@ -97,6 +97,8 @@ class Device:
         set_batch_threads(self.threads_per_slot)
         while (work := self._work.get()) is not None:
             self._run(*work)
+            # An idle thread keeps nothing of what it ran.
+            del work
 
     def _run(self, run: Callable[..., object], args: tuple[object, ...]) -> None:
         try:

@@ -19,24 +19,25 @@ import msgspec
 import uvloop
 
 from embedsvc.bench.scrape import seconds_to_idle
-from loadtest.census import Bystanders, Census, census, family
+from loadtest.census import Bystanders, Census, census
 from loadtest.chaos.checker import Verdict
 from loadtest.chaos.client import User, Watch
 from loadtest.chaos.faults import (
-    SETTLE_S,
     Target,
+    break_config,
     faults_for,
     inject,
     left_behind,
-    reload_config,
 )
 from loadtest.chaos.plan import MOST_TEXTS, Habits, Visit, schedule, visits
 from loadtest.chaos.report import Report, report
 from loadtest.chaos.setup import prepared
 from loadtest.target import Bars, arguments
 
-# Load before the first fault; workers are renewed meanwhile.
-WARM_UP_S, RENEWED_WITHIN_S = 2.0, 60.0
+# Load before the first fault.
+WARM_UP_S = 2.0
+# A process that was stopped while it loaded is given up after a minute.
+RECOVERED_WITHIN_S, IDLE_WITHIN_S = 75.0, 5.0
 
 
 @dataclass(slots=True)
@@ -93,38 +94,43 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
         asyncio.create_task(User(run, f"user{k}").live(visits(args.seed, k, habits)))
         for k in range(args.users)
     ]
-    began, bystanders = perf_counter(), Bystanders(target.pid)
+    bystanders = Bystanders(target.pid)
     before = await warmed_up(target)
-    start = perf_counter() - began
-    end = max(start, args.seconds - args.calm_s)
-    planned = schedule(args.seed, faults_for(target), start=start, end=end, mean_gap_s=args.gap_s)
+    began, end = perf_counter(), max(0.0, args.seconds - args.calm_s)
+    planned = schedule(args.seed, faults_for(target), end=end, mean_gap_s=args.gap_s)
     await inject(target, planned, began)
     await asyncio.sleep(max(0.0, began + args.seconds - perf_counter()))
     run.over.set()
     await asyncio.gather(*users, *run.background)
     watching.cancel()
     others_cores = bystanders.cores()
-    last = await User(run, "last").call(Visit(picks=range(32)))
-    _, busy = await seconds_to_idle(run.address, SETTLE_S)
+    last = await last_call(target)
+    _, busy = await seconds_to_idle(run.address, IDLE_WITHIN_S)
     return Outcome(
         report=report(run.calls, target.journal, watch.stalls, watch.lag_p99_s, others_cores),
-        left_behind=await left_behind(target.pid, before),
+        left_behind=await left_behind(target, before),
         busy=busy,
-        last=last.verdict,
+        last=last,
         n_skipped=target.n_skipped,
     )
 
 
 async def warmed_up(target: Target) -> Census:
     """Let the server make what it makes once, when it is first needed; count what it holds."""
-    n_processes = len(family(target.pid))
-    await reload_config(target)
+    await break_config(target)
+    await asyncio.sleep(WARM_UP_S)
     target.journal.clear()
-    until = perf_counter() + RENEWED_WITHIN_S
+    return census(target.pid)
+
+
+async def last_call(target: Target) -> Verdict:
+    """Return how a call ends when there are no more faults, the first that is answered right."""
+    until = perf_counter() + RECOVERED_WITHIN_S
     while True:
-        await asyncio.sleep(WARM_UP_S)
-        if len(family(target.pid)) == n_processes or perf_counter() > until:
-            return census(target.pid)
+        call = await User(target.run, f"last{perf_counter():.0f}").once(Visit(picks=range(32)))
+        if call.verdict is Verdict.RIGHT or perf_counter() > until:
+            return call.verdict
+        await asyncio.sleep(1)
 
 
 def show(outcome: Outcome) -> None:

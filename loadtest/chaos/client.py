@@ -56,7 +56,7 @@ class Run:
     calls: list[Call] = field(default_factory=list)
     in_flight: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    background: list[asyncio.Task[None]] = field(default_factory=list)
+    background: list[asyncio.Task[Call]] = field(default_factory=list)
 
 
 class User:
@@ -77,6 +77,12 @@ class User:
                 break
             await self.call(visit)
         await self._part()
+
+    async def once(self, visit: Visit) -> Call:
+        """Make one visit and close the connection."""
+        call = await self.call(visit)
+        await self._part()
+        return call
 
     async def call(self, visit: Visit) -> Call:
         """Make one visit and note how it ended."""

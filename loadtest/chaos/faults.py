@@ -24,8 +24,9 @@ from loadtest.chaos.plan import Planned, Visit
 FOUND_WITHIN_S, LOOK_S = 30.0, 0.01
 # How long one that starts is held, and how long a broken file lies there.
 HELD_S, BROKEN_S = 3.0, 1.0
-# What goes away by itself is gone by then.
-SETTLE_S, SETTLE_LOOK_S = 20.0, 0.5
+# What goes away by itself is gone by then: workers that are renewed one by one, too.
+SETTLE_S, SETTLE_LOOK_S = 120.0, 0.5
+SETTLE_TEXTS = 64
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ async def crash_model(target: Target) -> None:
     target.note("model poisoned")
     user = User(target.run, f"poison{len(target.journal)}")
     visit = Visit(picks=[0, 1, 2], poison={1: "crash"}, timeout_s=30.0)
-    target.run.background.append(asyncio.create_task(user.live([visit])))
+    target.run.background.append(asyncio.create_task(user.once(visit)))
 
 
 async def slow_start(target: Target) -> None:
@@ -171,11 +172,16 @@ def faults_for(target: Target) -> list[str]:
     return [*names, "worker"] if http_workers(target.pid) else names
 
 
-async def left_behind(pid: int, before: Census) -> dict[str, str]:
-    """Return what a server holds more of than before, once nothing of it goes away any more."""
+async def left_behind(target: Target, before: Census) -> dict[str, str]:
+    """Return what a server holds more of than before, once nothing of it goes away any more.
+
+    Every process gets a little to do meanwhile: some things go with the next batch.
+    """
     until = perf_counter() + SETTLE_S
-    while True:
-        more = before.left_behind(census(pid))
-        if not more or perf_counter() > until:
-            return more
+    for number in itertools.count():
+        await User(target.run, f"after{number}").once(Visit(picks=range(SETTLE_TEXTS)))
         await asyncio.sleep(SETTLE_LOOK_S)
+        more = before.left_behind(census(target.pid))
+        if not more or perf_counter() > until:
+            break
+    return more

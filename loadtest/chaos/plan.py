@@ -109,7 +109,7 @@ class Planned:
     """A fault to come.
 
     Attributes:
-        at: seconds since the load began.
+        at: seconds since the first one.
         fault: its name.
     """
 
@@ -117,17 +117,15 @@ class Planned:
     fault: str
 
 
-def schedule(
-    seed: int, faults: Sequence[str], *, start: float, end: float, mean_gap_s: float
-) -> list[Planned]:
-    """Return faults from `start` to `end`, each as often as the others, give or take one.
+def schedule(seed: int, faults: Sequence[str], *, end: float, mean_gap_s: float) -> list[Planned]:
+    """Return faults from now to `end`, each as often as the others, give or take one.
 
     Gaps are anything from a moment to twice their mean, so that some faults meet before the server
     has recovered from the one before.
     """
     rng = random.Random(f"{seed} faults")
     planned: list[Planned] = []
-    at = start
+    at = 0.0
     while faults:
         for fault in rng.sample(faults, len(faults)):
             if at > end:

@@ -11,7 +11,9 @@ from typing import Any
 from embedsvc import cli
 from embedsvc.config import Config
 from embedsvc.models import hashing
+from embedsvc.models.process import ProcessModel
 from embedsvc.supervisor import supervisor
+from loadtest.chaos import worker
 from loadtest.chaos.faulty import FaultyModel
 
 MODULE = "loadtest.chaos.server"
@@ -33,6 +35,7 @@ def supervise(
 def main() -> None:
     """Serve, or be a worker of the supervisor."""
     hashing.HashModel = FaultyModel  # type: ignore[misc, assignment]
+    ProcessModel.worker = worker.MODULE
     supervisor.supervise = supervise
     cli.main()
 

@@ -33,6 +33,7 @@ max_body_bytes = 671{{turn}}0000
 name = "{DEFAULT_NAME}"
 
 [[models.versions]]
+isolate = true
 """
 # Of the weightless model only: no measurement of it may be kept, and batches are to be many.
 CONFIG_OF_HASH = """
