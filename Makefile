@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve test test-container lint format reference quality smoke pressure chaos
+.PHONY: setup serve test test-container lint format reference quality smoke pressure chaos constraints
 
 setup: $(STAMP)
 
@@ -39,6 +39,12 @@ format: $(STAMP)
 
 reference: $(STAMP)
 	$(BIN)/python -m embedsvc.reference > docs/reference.md
+
+# The versions in the environment, for everyone; the remarks stay.
+constraints: $(STAMP)
+	{ grep '^#' constraints.txt; \
+		$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > .constraints
+	mv .constraints constraints.txt
 
 # SciFact nDCG@10 through HTTP; needs the data of loadtest/workload.py.
 quality: $(STAMP)
