@@ -22,7 +22,7 @@ from embedsvc.models.wire import Spec
 
 MODULE = "tests.poisoned_worker"
 # First ids, outside of any vocabulary.
-KILL, EXIT, SEGFAULT, FREEZE, LOSE_DEVICE, RAISE, NOISE, HOLD = range(900_001, 900_009)
+KILL, EXIT, SEGFAULT, FREEZE, LOSE_DEVICE, RAISE, NOISE, HOLD, LEAVE = range(900_001, 900_010)
 # More rows than this do not fit.
 FITS = 4
 DIM = 4
@@ -48,6 +48,7 @@ class PoisonedModel(HashModel):
             RAISE: self._fail,
             NOISE: self._write,
             HOLD: self._hold,
+            LEAVE: self._leave,
         }
 
     def load(self) -> None:
@@ -75,6 +76,12 @@ class PoisonedModel(HashModel):
         os.kill(os.getpid(), signal.SIGSTOP)
         # The signal may take a moment to reach this thread.
         threading.Event().wait()
+
+    def _leave(self) -> None:
+        """Die, and leave a process behind that has all descriptors."""
+        if os.fork() == 0:
+            threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _lose_device(self) -> None:
         raise DeviceLost("assertion failed")

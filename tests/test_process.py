@@ -41,6 +41,7 @@ from tests.poisoned_worker import (
     HELD,
     HOLD,
     KILL,
+    LEAVE,
     LOSE_DEVICE,
     NOISE,
     RAISE,
@@ -134,6 +135,17 @@ def test_the_log_says_how_it_ended(
 
     (line,) = [r.getMessage() for r in caplog.records if "is gone" in r.getMessage()]
     assert words in line
+
+
+def test_what_a_process_has_started_ends_with_it(rig: Rig) -> None:
+    """A process of its own that holds its sockets and its log does not hold its successor up."""
+    with pytest.raises(ModelDied):
+        embed(rig.model, [[LEAVE]])
+
+    assert rig.deaths.get_nowait() == "died"
+    rig.model.load()
+    np.testing.assert_array_equal(embed(rig.model, ROWS), expected(ROWS))
+    assert len(processes()) == 1
 
 
 def test_a_process_killed_in_a_batch_fails_that_batch(rig: Rig) -> None:

@@ -2,7 +2,7 @@
 
 The process (`worker.py`) gets no descriptor but its end of the control socket and of the channels,
 a process group of its own, so that a terminal's signals do not reach it, and a pipe as stdout and
-stderr, which one thread here reads until the process is gone. Any thread.
+stderr. Two threads here wait for its lines and for its end. All else may be called on any thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +22,10 @@ from typing import IO, Literal
 
 from embedsvc.errors import ModelDied, ModelError
 from embedsvc.models.buffers import SharedBuffer
+from embedsvc.models.channel import Channel
 from embedsvc.models.wire import (
     MAX_MESSAGE_BYTES,
-    REPLY,
-    REQUEST,
     Failed,
-    Op,
     Ready,
     Spec,
     Status,
@@ -40,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # A line of the log; what is longer becomes several.
 MAX_LINE_BYTES = 4096
+# How long the log of a process that is gone may go on.
+LOG_END_S = 5.0
 
 Reason = Literal["died", "hung", "device", "closed"]
 
@@ -74,7 +73,7 @@ class Child:
         self._spec = spec
         self._on_death = on_death
         self._lock = threading.Lock()
-        self._idle: list[_Channel] = []
+        self._idle: list[Channel] = []
         self.death: Death | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -83,11 +82,14 @@ class Child:
         except OSError:
             self._control.close()
             raise
-        name = f"model-log-{self._process.pid}"
-        # Where nobody closed the model it is not waited for: it waits for the process, and that one
-        # for the end of this.
-        self._log_thread = threading.Thread(target=self._follow_log, name=name, daemon=True)
-        self._log_thread.start()
+        # Where nobody closed the model they are not waited for: they wait for the process, and that
+        # one for the end of this.
+        self._threads = [
+            threading.Thread(target=run, name=f"{name}-{self._process.pid}", daemon=True)
+            for name, run in (("model-log", self._follow_log), ("model-watch", self._watch))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pid(self) -> int:
@@ -154,7 +156,9 @@ class Child:
         """End the process where it still runs, and wait until it is gone; only the first counts."""
         with self._lock:
             if self.death is None:
-                self._process.kill()
+                with suppress(ProcessLookupError):
+                    # Whatever it has started, too, which may hold its sockets and its log open.
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 status = self._process.wait()
                 self.death = Death(reason, _in_words(status) if reason == "died" else detail)
                 while self._idle:
@@ -164,22 +168,23 @@ class Child:
 
     def close(self) -> None:
         """Free what is left of a process that has ended; nobody may wait in `ready`."""
-        self._log_thread.join()
+        for thread in self._threads:
+            thread.join(LOG_END_S)
         self._control.close()
 
     # --- channels --------------------------------------------------------------------------------
 
-    def _take(self) -> _Channel:
+    def _take(self) -> Channel:
         """Return an idle channel, or a new one."""
         with self._lock:
             if self.death is None:
                 if self._idle:
                     return self._idle.pop()
                 with suppress(OSError):
-                    return _Channel.open(self._control)
+                    return Channel.open(self._control)
         raise self._died("died", in_flight=False)
 
-    def _give_back(self, channel: _Channel) -> None:
+    def _give_back(self, channel: Channel) -> None:
         with self._lock:
             if self.death is None:
                 self._idle.append(channel)
@@ -190,14 +195,19 @@ class Child:
         death = self.end(reason, detail)
         return ModelDied(f"the model's process is gone: {death.detail}", in_flight=in_flight)
 
-    # --- the log thread --------------------------------------------------------------------------
+    # --- its own threads -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Notice the end of the process, whatever it did; others take its exit status."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self.end("died")
 
     def _follow_log(self) -> None:
-        """Log what the process writes until it is gone; so its end is noticed when it is idle."""
+        """Log what the process writes."""
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             _relay(stream, self._spec.folder.source)
-        self.end("died")
 
 
 def _start(worker: str, control: socket.socket) -> subprocess.Popen[bytes]:
@@ -236,67 +246,3 @@ def _relay(stream: IO[bytes], source: str) -> None:
             level, text = named, rest
         safe = "".join(c if c.isprintable() else "?" for c in text)
         log.log(level, "model=%s %s", source, safe)
-
-
-class _Channel:
-    """One end of a channel: one batch at a time, by one thread at a time."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._known: dict[int, weakref.ref[SharedBuffer]] = {}
-
-    @classmethod
-    def open(cls, control: socket.socket) -> _Channel:
-        """Make a channel and send its other end.
-
-        Raises:
-            OSError: the process is gone.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                socket.send_fds(control, [b"c"], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        return cls(ours)
-
-    def ask(
-        self, buffer: SharedBuffer, rows: int, length: int, threads: int, limit_s: float
-    ) -> None:
-        """Send a batch; `answer` waits `limit_s` seconds for it.
-
-        Raises:
-            OSError: the process is gone.
-        """
-        self._socket.settimeout(limit_s)
-        if buffer.number not in self._known:
-            self._introduce(buffer)
-        self._socket.send(REQUEST.pack(Op.RUN, buffer.number, rows, length, threads))
-
-    def answer(self) -> Status:
-        """Return how the batch ended.
-
-        Raises:
-            OSError: the process is gone; TimeoutError: it has not answered.
-            EOFError: the process is gone.
-        """
-        message = self._socket.recv(REPLY.size)
-        if not message:
-            raise EOFError
-        (status,) = REPLY.unpack(message)
-        return Status(status)
-
-    def close(self) -> None:
-        """Close this end."""
-        self._socket.close()
-
-    def _introduce(self, buffer: SharedBuffer) -> None:
-        """Make a buffer known, and those forgotten that are no more."""
-        for number in [number for number, known in self._known.items() if known() is None]:
-            del self._known[number]
-            self._socket.send(REQUEST.pack(Op.DROP, number, 0, 0, 0))
-        max_rows, capacity_tokens = len(buffer.lengths), len(buffer.ids)
-        message = REQUEST.pack(Op.ADD, buffer.number, capacity_tokens, max_rows, 0)
-        socket.send_fds(self._socket, [message], [buffer.fd])
-        self._known[buffer.number] = weakref.ref(buffer)

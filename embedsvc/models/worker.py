@@ -64,7 +64,9 @@ def main(load: Load = load) -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     _be_first_to_go()
-    serve(socket.socket(fileno=int(sys.argv[1])), load)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    serve(control, load)
 
 
 def serve(control: socket.socket, load: Load) -> None:
@@ -112,7 +114,7 @@ def _follow_server(control: socket.socket, channels: SimpleQueue[socket.socket])
     """Take in channels until the server closes the control socket or dies."""
     while True:
         try:
-            message, fds, _, _ = socket.recv_fds(control, 1, 1)
+            message, fds, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             os._exit(0)
         if not message:
@@ -127,8 +129,8 @@ def _serve_channel(model: Model, channel: socket.socket) -> None:
     try:
         while _answer(model, channel, buffers):
             pass
-    except OSError:
-        log.debug("a channel ended")
+    except ConnectionError:
+        log.debug("a channel ended in a batch")
     except BaseException:  # the server must not wait for an answer that never comes
         log.exception("channel failed")
         os._exit(1)
@@ -136,7 +138,7 @@ def _serve_channel(model: Model, channel: socket.socket) -> None:
 
 def _answer(model: Model, channel: socket.socket, buffers: dict[int, HostBuffer]) -> bool:
     """Do what the next request says; False where there is none."""
-    message, fds, _, _ = socket.recv_fds(channel, REQUEST.size, 1)
+    message, fds, _, _ = socket.recv_fds(channel, REQUEST.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not message:
         return False
     op, number, a, b, threads = REQUEST.unpack(message)
