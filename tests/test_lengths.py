@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from embedsvc.errors import ConfigError
 from embedsvc.metrics import TEXT_TOKENS_EDGES, Metrics
 from embedsvc.tuning.histogram import LengthHistogram
-from embedsvc.tuning.lengths import check_enough, from_metrics, from_numbers
+from embedsvc.tuning.lengths import check_enough, cut, from_metrics, from_numbers
 
 
 def rendered(max_length: int, texts: list[int], model: str = "m") -> str:
@@ -32,7 +32,7 @@ def test_metrics_tell_the_lengths(data: st.DataObject) -> None:
     max_length = data.draw(st.sampled_from([13, 256, 510, 8192]))
     texts = data.draw(st.lists(st.integers(1, max_length), max_size=50))
 
-    counts = from_metrics(rendered(max_length, texts), "m", max_length)
+    counts = cut(from_metrics(rendered(max_length, texts), "m"), max_length)
 
     edges = [0, *(edge for edge in TEXT_TOKENS_EDGES if edge < max_length), max_length]
     expected = [sum(low < n <= high for n in texts) for low, high in pairwise(edges)]
@@ -43,7 +43,7 @@ def test_metrics_tell_the_lengths(data: st.DataObject) -> None:
 
 def test_a_shorter_model_sees_longer_texts_cut() -> None:
     """Texts over the maximum of the model to tune count as truncated."""
-    counts = from_metrics(rendered(512, [8, 300, 400]), "m", 128)
+    counts = cut(from_metrics(rendered(512, [8, 300, 400]), "m"), 128)
 
     assert counts.sum() == pytest.approx(3)
     assert counts[128] == pytest.approx(2)
@@ -70,7 +70,7 @@ def test_classes_are_fixed_and_fine() -> None:
 def test_other_metrics_are_refused(text: str, complaint: str) -> None:
     """The message says what is there instead."""
     with pytest.raises(ConfigError, match=complaint):
-        from_metrics(text, "m", 128)
+        from_metrics(text, "m")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_other_metrics_are_refused(text: str, complaint: str) -> None:
 )
 def test_numbers_are_read_with_and_without_counts(text: str) -> None:
     """One length a line, or with how many; texts over the maximum count as cut."""
-    counts = from_numbers(text.splitlines(), 128)
+    counts = cut(from_numbers(text.splitlines()), 128)
 
     assert (counts[5], counts[128], counts.sum()) == (2, 1, 3)
 
@@ -87,11 +87,11 @@ def test_numbers_are_read_with_and_without_counts(text: str) -> None:
 def test_a_line_that_is_no_length_is_named(text: str) -> None:
     """The message has the number of the line."""
     with pytest.raises(ConfigError, match=r"line [12] must be a number of tokens"):
-        from_numbers(text.splitlines(), 128)
+        from_numbers(text.splitlines())
 
 
 def test_few_texts_are_refused() -> None:
     """A tail needs a crowd."""
     with pytest.raises(ConfigError, match="has 99 texts; at least 100"):
-        check_enough(from_numbers(["5,99"], 128))
-    check_enough(from_numbers(["5,100"], 128))
+        check_enough(from_numbers(["5,99"]))
+    check_enough(from_numbers(["5,100"]))

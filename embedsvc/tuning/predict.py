@@ -21,7 +21,7 @@ from embedsvc.engine.cost import CostModel, Floats
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Batch, Sequence
 from embedsvc.tuning.histogram import Counts
-from embedsvc.tuning.simulate import Arrival, Outcome, closed_loop, poisson, replay
+from embedsvc.tuning.simulate import Arrival, Outcome, closed_loop, replay, scaled
 
 # Texts up to this many tokens are short: the first of the metrics' length classes.
 SHORT_TOKENS = 32
@@ -106,20 +106,21 @@ def predict(
     overhead_s: float = 0.0,
     seed: int = 0,
 ) -> Point:
-    """Return what happens to single texts that arrive at random times.
+    """Return what happens to single texts that arrive at random times, over `n_texts / rate` s.
 
     Args:
         lengths: `(max_length + 1,)` weight of each length.
         cost: seconds of a batch with this division of the device.
         plan: how they are batched.
-        rate: texts per second, a Poisson process.
+        rate: texts per second; a Poisson process with this many in all.
         n_texts: how many arrive.
         timeout_s: seconds until nobody waits for a text any more, as the engine counts them.
         slo_s: the wanted latency in seconds.
         overhead_s: seconds of a request outside queue and device: HTTP and tokenizing.
         seed: of lengths and times.
     """
-    arrivals = list(poisson(draw(lengths, n_texts, seed), rate, seed, timeout_s))
+    times_s = np.random.default_rng(seed).exponential(size=n_texts + 1).cumsum()
+    arrivals = list(scaled(draw(lengths, n_texts, seed), times_s.tolist(), rate, timeout_s))
     return predict_arrivals(
         arrivals, cost, plan, rate, timeout_s, slo_s=slo_s, overhead_s=overhead_s
     )

@@ -240,22 +240,22 @@ def sorted_limit_s(lengths: Seq[int], limits: Limits, slots: int, cost: CostMode
     return seconds / slots
 
 
-def poisson(
-    lengths: Iterable[int], rate: float, seed: int = 0, timeout_s: float = inf
-) -> Iterator[Arrival]:
+def poisson(lengths: Iterable[int], rate: float, seed: int = 0) -> Iterator[Arrival]:
     """Yield single texts at exponential intervals, `rate` a second on average."""
     rng = np.random.default_rng(seed)
     at = 0.0
     for length in lengths:
         at += float(rng.exponential(1 / rate))
-        yield Arrival(at, (length,), timeout_s)
+        yield Arrival(at, (length,))
 
 
-def scaled(lengths: Iterable[int], times_s: Seq[float], rate: float) -> Iterator[Arrival]:
+def scaled(
+    lengths: Iterable[int], times_s: Seq[float], rate: float, timeout_s: float = inf
+) -> Iterator[Arrival]:
     """Yield single texts at recorded times, stretched so that `rate` a second is the average."""
     stretch = len(times_s) / (times_s[-1] - times_s[0]) / rate
     for length, time_s in zip(lengths, times_s, strict=False):
-        yield Arrival((time_s - times_s[0]) * stretch, (length,))
+        yield Arrival((time_s - times_s[0]) * stretch, (length,), timeout_s)
 
 
 _IDS = np.zeros(1 << 15, np.int64)
