@@ -17,6 +17,7 @@ import click
 from embedsvc import __version__
 from embedsvc.bench.commands import bench
 from embedsvc.terminal import (
+    FILE,
     config_argument,
     load_config,
     log_level,
@@ -114,6 +115,56 @@ def check(config: Path | None, config_only: bool, log_level: str, **flags: Any) 
             click.echo(f"# {line}")
             right &= as_before
     sys.exit(not right)
+
+
+@main.command()
+@config_argument()
+@model_options
+@option("--from-metrics", metavar="URL", help="Lengths of the texts a running server has had.")
+@option("--lengths", type=FILE, help="Lengths in tokens, one a line, or LENGTH,COUNT.")
+@option("--texts", type=FILE, help='Texts, one a line, or JSONL rows {"text": …}.')
+@option("--slo-ms", type=click.FloatRange(1), default=250.0, show_default=True,
+        help="Wanted 99th percentile of the latency.")  # fmt: skip
+@option("--rate", type=click.FloatRange(0, min_open=True), help="Texts per second to serve.")
+@option("--overhead-ms", type=click.FloatRange(0), default=1.0, show_default=True,
+        help="What HTTP and tokenizing add to a request.")  # fmt: skip
+@option("--simulated", type=click.IntRange(100), default=3_000, show_default=True,
+        help="Texts of one simulation; more take longer and err less.")  # fmt: skip
+@option("--output", type=FILE, help="Write the proposed configuration here.")
+@option("--report", type=FILE, help="Write an HTML report here.")
+@option("--points", type=FILE, help="Points of `bench sweep` to lay over the predictions.")
+@log_level
+def tune(
+    config: Path | None,
+    from_metrics: str | None,
+    lengths: Path | None,
+    texts: Path | None,
+    slo_ms: float,
+    rate: float | None,
+    overhead_ms: float,
+    simulated: int,
+    output: Path | None,
+    report: Path | None,
+    points: Path | None,
+    log_level: str,
+    **flags: Any,
+) -> None:
+    """Propose batching settings for the lengths that arrive, the latency wanted, and this device.
+
+    Give the lengths by one of --from-metrics, --lengths and --texts. Measures the first model's
+    costs where they are not known yet, simulates, and prints what it found.
+    """
+    set_up_logging(log_level)
+    with mistakes_in_one_line():
+        effective = load_config(config, flags)
+        from embedsvc.recommendation import Targets, check_writable, recommend
+        from embedsvc.tuning.sources import Source
+
+        check_writable(output=output, report=report)
+        targets = Targets(slo_ms / 1000, rate, overhead_ms / 1000, simulated)
+        result = recommend(effective, Source(from_metrics, lengths, texts), targets, points)
+        result.write(output, report)
+    click.echo("\n".join(result.lines()))
 
 
 @main.command()

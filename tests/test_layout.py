@@ -35,6 +35,7 @@ LAYERS = {
     "traffic": 6,
     "service": 7,
     "verification": 8,
+    "recommendation": 8,
     "http": 8,
     "supervisor": 9,
     "bench": 9,
