@@ -32,7 +32,7 @@ TEXT_TOKENS_EDGES = (
     32_768,
 )
 # Gauges of several workers become one by the least or the most of them; all others are summed.
-LEAST_OF_ALL = frozenset({"embedsvc_ready", "embedsvc_batch_memory_share"})
+LEAST_OF_ALL = frozenset({"embedsvc_ready", "embedsvc_model_up", "embedsvc_batch_memory_share"})
 MOST_OF_ALL = frozenset({
     "embedsvc_build_info",
     "embedsvc_cost_correction",

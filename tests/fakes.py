@@ -21,7 +21,7 @@ from embedsvc.engine.engine import Engine
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.recovery import PATIENCE, Patience
 from embedsvc.engine.sequence import NO_KEY, Key, Priority, Request, Sequence
-from embedsvc.errors import DeviceOutOfMemory
+from embedsvc.errors import DeviceOutOfMemory, ModelDied
 from embedsvc.metrics import Metrics
 from embedsvc.models import Model
 from embedsvc.models.buffers import BufferPool, HostBuffer
@@ -105,6 +105,60 @@ class SmallDevice(SumModel):
         self.calls.append(rows)
         if rows > self.fits:
             raise DeviceOutOfMemory("no room")
+        super().forward(buffer, rows, length)
+
+
+@dataclass
+class MortalModel(SumModel):
+    """Dies of rows whose first id says so, and holds others, as `GateModel` does.
+
+    Attributes:
+        beside: at each death, how many other batches were on the device.
+        loads: how often it was loaded.
+    """
+
+    KILL: int = 668
+    HOLD: int = 669
+    beside: list[int] = field(default_factory=list)
+    loads: int = 0
+    dead: bool = False
+    held: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    _running: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _on_death: Callable[[str], None] = lambda reason: None
+
+    def watch(self, limit_s: Callable[[int, int], float], on_death: Callable[[str], None]) -> None:
+        """Remember whom to tell."""
+        self._on_death = on_death
+
+    def load(self) -> None:
+        """Live again."""
+        self.loads += 1
+        self.dead = False
+
+    def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
+        """Compute, hold or die."""
+        with self._lock:
+            self._running += 1
+        try:
+            self._forward(buffer, rows, length)
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def _forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
+        if self.dead:
+            raise ModelDied("it was dead", in_flight=False)
+        first = buffer.grid(rows, length)[:, 0]
+        if (first == self.KILL).any():
+            self.dead = True
+            self.beside.append(self._running - 1)
+            self._on_death("died")
+            raise ModelDied("it died", in_flight=True)
+        if (first == self.HOLD).any():
+            self.held.put(None)
+            assert self.permits.acquire(timeout=WAIT_S)
         super().forward(buffer, rows, length)
 
 

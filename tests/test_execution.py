@@ -13,9 +13,9 @@ from embedsvc.engine.execution import Failures, run_batch
 from embedsvc.engine.quarantine import Quarantine
 from embedsvc.engine.sequence import Batch, Sequence
 from embedsvc.models.buffers import HostBuffer
-from tests.fakes import BrokenModel, SmallDevice, SumModel, make_request
+from tests.fakes import BrokenModel, MortalModel, SmallDevice, SumModel, make_request
 
-RAISE, NAN, GOOD = BrokenModel.RAISE, BrokenModel.NAN, 1
+RAISE, NAN, GOOD, KILL = BrokenModel.RAISE, BrokenModel.NAN, 1, MortalModel.KILL
 LENGTH = 8
 
 
@@ -88,6 +88,60 @@ def test_a_row_that_is_fine_at_second_sight_succeeds() -> None:
 
     assert run(OnceModel(), rows) == {}
     assert tuple(rows[0].request.vectors[0]) == expected(rows[0])
+
+
+@given(st.lists(st.sampled_from([GOOD, GOOD, GOOD, KILL]), min_size=1, max_size=20))
+def test_only_those_who_end_the_process_are_blamed(first_ids: list[int]) -> None:
+    """Law: tried until nothing is left, each text that ends it is named, once, and no other is."""
+    rows = make_rows(
+        [first * 1000 + k if first == GOOD else first for k, first in enumerate(first_ids)]
+    )
+    model, quarantine = MortalModel(), Quarantine(lambda: 0.0)
+    buffer = HostBuffer(len(rows) * LENGTH, len(rows), model.dim, model.pad_id)
+    failures: Failures = {}
+    waiting = [Batch(rows, LENGTH, 0.0)]
+    while waiting:
+        outcome = run_batch(model, waiting.pop(), buffer, quarantine, lambda n, length: None)
+        failures |= outcome.failures
+        waiting += outcome.undone
+        if model.dead:
+            model.load()
+
+    guilty = [row for row, first in zip(rows, first_ids, strict=True) if first == KILL]
+    assert set(failures) == set(guilty)
+    for row in set(rows) - set(guilty):
+        assert tuple(row.request.vectors[0]) == expected(row)
+    # All of them have the same text, which is refused once it is known.
+    assert model.loads == (3 if guilty else 0)
+
+
+def test_a_batch_that_never_reached_the_process_is_not_suspected() -> None:
+    """Rows that come while it is away are tried again as they are."""
+    rows = make_rows([GOOD, GOOD])
+    model = MortalModel(dead=True)
+    buffer = HostBuffer(2 * LENGTH, 2, model.dim, model.pad_id)
+    batch = Batch(rows, LENGTH, 1.0)
+
+    outcome = run_batch(model, batch, buffer, Quarantine(lambda: 0.0), lambda n, length: None)
+
+    assert outcome.failures == {}
+    assert [(again.sequences, again.deaths) for again in outcome.undone] == [(rows, 0)]
+
+
+def test_other_rows_of_a_request_that_ended_the_process_are_dropped() -> None:
+    """One text is enough to fail it, however many others there are like it."""
+    _, rows = make_request([LENGTH] * 8)
+    for k, row in enumerate(rows):
+        row.input_ids[:2] = (KILL, k)
+    model, quarantine = MortalModel(), Quarantine(lambda: 0.0)
+    buffer = HostBuffer(8 * LENGTH, 8, model.dim, model.pad_id)
+
+    outcome = run_batch(
+        model, Batch(rows, LENGTH, 0.0, deaths=2), buffer, quarantine, lambda n, length: None
+    )
+
+    assert list(outcome.failures) == [rows[0]]
+    assert outcome.undone == []
 
 
 @pytest.mark.parametrize("n", [1, 4, 32])

@@ -17,7 +17,7 @@ from embedsvc.engine.engine import Engine
 from embedsvc.engine.recovery import PATIENCE, Patience
 from embedsvc.engine.sequence import Priority, Request
 from embedsvc.errors import DeadlineExceeded, InferenceFailed, NotReady, RequestError
-from tests.fakes import EngineRig, make_policy, make_request, make_rig
+from tests.fakes import EngineRig, MortalModel, make_policy, make_request, make_rig
 from tests.isolated import LONG_S, SHORT_S, expected, poisoned, processes
 from tests.poisoned_worker import (
     CORRUPT,
@@ -142,6 +142,26 @@ async def test_every_way_to_end_the_process(rigs: Rigs, poison: int, reason: str
     assert_blamed(await send(rig, 5, poison).settled, 1)
 
     assert await restarts(rig, reason) == 3
+
+
+async def test_who_is_suspected_runs_alone() -> None:
+    """Law: at the death that a row is blamed for, no other batch was on the device."""
+    model = MortalModel()
+    rig = make_rig(model, slots=2, policy=make_policy(max_batch_size=1), patience=AT_ONCE)
+    beside = send(rig, model.HOLD)
+    await asyncio.to_thread(model.held.get, timeout=LONG_S)
+    guilty, waiting = send(rig, model.KILL), [send(rig, n) for n in range(1, 9)]
+    # The one that is held has a buffer; who waits to be alone has the other, and keeps it.
+    while not (len(model.beside) == 2 and rig.engine._buffers.n_free == 0):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    model.permits.release()
+
+    assert_blamed(await guilty.settled, 0)
+
+    assert [await request.settled for request in (beside, *waiting)] == [None] * 9
+    assert model.beside == [1, 1, 0]
+    await rig.close()
+    assert rig.idle
 
 
 async def test_a_row_that_never_ends(rigs: Rigs) -> None:
