@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from embedsvc.config import Config, ServerConfig
 from embedsvc.http.app import create_app
+from embedsvc.http.replies import SLICE_TOKENS, tokens_reply
 from embedsvc.service import State
+from embedsvc.tokenization import Token
 from tests.http_fakes import (
     MODEL,
     URL,
@@ -55,6 +59,21 @@ async def test_tokens_are_shown(client: httpx.AsyncClient, body: dict[str, Any])
     assert response.json() == {
         "model": MODEL,
         "data": [{"index": 0, "count": 1, "tokens": [token]}],
+    }
+
+
+@pytest.mark.parametrize("n", [0, 1, SLICE_TOKENS, 2 * SLICE_TOKENS + 1])
+def test_many_tokens_are_written_as_few(n: int) -> None:
+    """In slices, of which nothing is seen."""
+    tokens = [Token(k, f'"{k}', False, k or None, k + 1) for k in range(n)]
+    written = json.loads(tokens_reply("a\nb", [tokens, tokens[:1]]))
+
+    assert written == {
+        "model": "a\nb",
+        "data": [
+            {"index": index, "count": len(part), "tokens": [asdict(token) for token in part]}
+            for index, part in enumerate([tokens, tokens[:1]])
+        ],
     }
 
 

@@ -1,6 +1,6 @@
 """Replies as bytes: vectors, errors in OpenAI's envelope, and the headers of both.
 
-Knows nothing of requests, services or sockets. Runs on the event loop.
+Knows nothing of requests, services or sockets. Runs on the event loop, but for what says otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 from binascii import b2a_base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
@@ -21,11 +21,14 @@ import numpy.typing as npt
 import orjson
 
 from embedsvc.errors import RequestError
+from embedsvc.tokenization import Token
 
 Header = tuple[bytes, bytes]
 
 # Values written between two turns of the event loop: 128 rows of 384, 1.5 ms.
 SLICE_VALUES = 128 * 384
+# Tokens written between two chances for the event loop to run: 0.3 ms.
+SLICE_TOKENS = 1000
 JSON_CONTENT = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 REPLY_START = b'{"object":"list","data":['
@@ -120,6 +123,16 @@ def reply_end(model: str, prompt_tokens: int) -> bytes:
         prompt_tokens,
         prompt_tokens,
     )
+
+
+def tokens_reply(model: str, tokenized: Sequence[Sequence[Token]]) -> bytes:
+    """Write the reply of the tokenize route; on a thread, since there may be very many tokens."""
+    data = []
+    for index, tokens in enumerate(tokenized):
+        starts = range(0, len(tokens), SLICE_TOKENS)
+        written = b",".join(orjson.dumps(tokens[k : k + SLICE_TOKENS])[1:-1] for k in starts)
+        data.append(b'{"index":%d,"count":%d,"tokens":[%s]}' % (index, len(tokens), written))
+    return b'{"model":%s,"data":[%s]}' % (orjson.dumps(model), b",".join(data))
 
 
 def _float_row(index: int, vector: npt.NDArray[np.float32]) -> bytes:

@@ -5,6 +5,7 @@ Ordinary Litestar handlers; the service comes from the app that they belong to.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from litestar import Request, Response, post, route
 from litestar.datastructures import State
 from litestar.di import NamedDependency
-from litestar.enums import HttpMethod
+from litestar.enums import HttpMethod, MediaType
 from litestar.exceptions import HTTPException
 from litestar.params import FromPath, SkipValidation
 from litestar.types import HTTPScope
@@ -33,7 +34,7 @@ from embedsvc.http.access import presented_key
 from embedsvc.http.body import Room, read_body
 from embedsvc.http.decoding import BodyDecoder
 from embedsvc.http.protocol import bug, default_model, not_ready
-from embedsvc.http.replies import Header, RequestIds, error_reply
+from embedsvc.http.replies import Header, RequestIds, error_reply, tokens_reply
 from embedsvc.http.schemas import (
     LargeTokenizeRequest,
     TokenizeRequest,
@@ -43,7 +44,6 @@ from embedsvc.http.schemas import (
 )
 from embedsvc.metrics import CONTENT_TYPE
 from embedsvc.service import Service
-from embedsvc.tokenization import Token
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ async def retrieve_model(
 
 
 @post("/tokenize", status_code=200)
-async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[str, Any]]:
+async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[bytes]:
     """Return the tokens of texts, as the model would see them."""
     _need_key(request, service)
     if not service.accepting:
@@ -114,11 +114,8 @@ async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[dict[
         prompt_name=asked.prompt_name,
         add_special_tokens=asked.add_special_tokens is not False,
     )
-    data = [
-        {"index": index, "count": len(tokens), "tokens": [_token_object(t) for t in tokens]}
-        for index, tokens in enumerate(tokenized)
-    ]
-    return _reply(request, {"model": model, "data": data})
+    written = await asyncio.to_thread(tokens_reply, model, tokenized)
+    return Response(written, media_type=MediaType.JSON, headers=_id_header(request))
 
 
 def _check_size(inputs: list[str], field: str, limits: ServerConfig) -> None:
@@ -206,8 +203,12 @@ def _error(request: AnyRequest, error: RequestError, *headers: Header) -> Respon
 
 
 def _reply(request: AnyRequest, content: dict[str, Any]) -> Response[dict[str, Any]]:
+    return Response(content, headers=_id_header(request))
+
+
+def _id_header(request: AnyRequest) -> dict[str, str]:
     name, value = _request_id(request)
-    return Response(content, headers={name.decode(): value.decode("ascii")})
+    return {name.decode(): value.decode("ascii")}
 
 
 def _request_id(request: AnyRequest) -> Header:
@@ -222,14 +223,4 @@ def _model_object(entry: CatalogEntry) -> dict[str, Any]:
         "created": entry.created,
         "owned_by": "embedsvc",
         "root": entry.root,
-    }
-
-
-def _token_object(token: Token) -> dict[str, Any]:
-    return {
-        "id": token.id,
-        "text": token.text,
-        "special": token.special,
-        "start": token.start,
-        "stop": token.stop,
     }
