@@ -137,6 +137,13 @@ def test_a_model_that_fails_to_load_ends_the_process(process: Process) -> None:
     assert process.child.wait(10) == 1
 
 
+def test_what_is_loaded_is_left_out_of_garbage_collections(process: Process) -> None:
+    """A full one would stop everybody for as long as it looks at it."""
+    spared = int(process.line("spared").split()[1])
+
+    assert spared > 10_000
+
+
 class Client(threading.Thread):
     """Asks for vectors, one request after the other, as OpenAI's own client does."""
 

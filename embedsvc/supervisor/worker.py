@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from embedsvc.config import Config
 from embedsvc.errors import ConfigError, EmbedsvcError
-from embedsvc.http.server import Server
+from embedsvc.http.server import Server, spare_what_is_loaded
 from embedsvc.http.sockets import allow_many_connections
 from embedsvc.service import Service
 from embedsvc.supervisor.messages import (
@@ -124,6 +124,7 @@ class Worker(Server):
         self._line.close()
 
     def _tell_loaded(self) -> None:
+        spare_what_is_loaded()
         self._line.tell(Loaded(self._service.info()))
 
     def _tell_metrics(self) -> None:
