@@ -63,7 +63,8 @@ def serve(config: Path | None, log_level: str, **flags: Any) -> None:
         if effective.server.workers > 1:
             from embedsvc.supervisor.supervisor import supervise
 
-            start = [sys.executable, "-m", "embedsvc.cli", "worker", "--log-level", log_level]
+            start = [sys.executable, "-P", "-m", "embedsvc.cli", "worker"]
+            start += ["--log-level", log_level]
             supervise(effective, start, reread, print_ready)
         else:
             from embedsvc.http import server
@@ -76,14 +77,17 @@ def serve(config: Path | None, log_level: str, **flags: Any) -> None:
 @main.command(hidden=True)
 @click.argument("number", type=int)
 @click.argument("control", type=int)
+@click.argument("wishes", type=int)
 @click.argument("listeners", type=int, nargs=-1)
 @log_level
-def worker(number: int, control: int, listeners: tuple[int, ...], log_level: str) -> None:
+def worker(
+    number: int, control: int, wishes: int, listeners: tuple[int, ...], log_level: str
+) -> None:
     """Be one of the processes of `serve --workers`, which gives it these file descriptors."""
     set_up_logging(log_level, f"worker {number} ")
     from embedsvc.supervisor.worker import run
 
-    run(control, listeners)
+    run(control, wishes, listeners)
 
 
 @main.command()

@@ -29,6 +29,7 @@ from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model, load_model
 from embedsvc.models.buffers import BufferPool
 from embedsvc.models.cache import Cache
+from embedsvc.models.owner import Owner
 from embedsvc.models.source import ModelFolder, resolve
 from embedsvc.models.verify import check_golden
 from embedsvc.tokenization import Tokenizer
@@ -182,7 +183,7 @@ def deploy(
     began = time.perf_counter()
     version = model_config.versions[0]
     cache = Cache(config.server.cache_dir)
-    loaded = load(version, where, cache)
+    loaded = load(version, where, cache, devices.owner)
     load_s = time.perf_counter() - began
     try:
         deployment = _deploy(model_config, loaded, load_s, devices, cache, metrics)
@@ -225,13 +226,16 @@ def _deploy(
     )
 
 
-def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder, Tokenizer, Model]:
+def load(
+    version: VersionConfig, where: str, cache: Cache, owner: Owner | None = None
+) -> tuple[ModelFolder, Tokenizer, Model]:
     """Return the folder, the tokenizer and the loaded model of a version.
 
     Args:
         version: of the model.
         where: path of the model in the configuration.
         cache: knows outcomes of self-checks.
+        owner: of the processes that this worker shares with others.
 
     Raises:
         StartError: one of them cannot be had; the message starts with `where`.
@@ -241,7 +245,8 @@ def load(version: VersionConfig, where: str, cache: Cache) -> tuple[ModelFolder,
     _check_settings(version, folder, max_length, f"{where}.versions[0]")
     try:
         tokenizer = Tokenizer(folder, max_length)
-        return folder, tokenizer, load_model(version, folder, tokenizer.pad_id, cache.directory)
+        model = load_model(version, folder, tokenizer.pad_id, cache.directory, owner)
+        return folder, tokenizer, model
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
 
@@ -301,7 +306,6 @@ def _engine(
     if batching.buckets != "auto":
         edges = sorted({*batching.buckets, model.max_length})
     capacity = max(limits.max_batch_tokens, model.max_length)
-
     policy = Policy(edges, found.cost, limits)
     warm_up(model, device, policy)
     return Engine(

@@ -174,7 +174,7 @@ def measured_divisions(
 
     def divided(one: Config) -> Division:
         devices = Devices(one)
-        device = devices.get(model, version.backend, cache, key)
+        device = devices.get(model, version, cache, key)
         devices.close()
         return Division(device.slots, device.threads_per_slot)
 

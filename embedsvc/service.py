@@ -30,6 +30,7 @@ from embedsvc.intake import before, check_sizes, estimate_tokens, request_of
 from embedsvc.keys import read_keys
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
+from embedsvc.models.owner import Owner
 from embedsvc.tokenization import Encoded, Token, TokenizerPool
 from embedsvc.traffic import start_following
 from embedsvc.vectors import finish
@@ -52,6 +53,10 @@ State = Literal["loading", "ready", "restarting", "failed", "stopping"]
 class Service:
     """All served models of one configuration.
 
+    Args:
+        config: checked.
+        owner: of what this worker shares with others.
+
     Attributes:
         config: what may be changed while serving is.
         keys: who is let in; may be replaced.
@@ -60,7 +65,7 @@ class Service:
         ConfigError: the file of the keys is wrong.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, owner: Owner | None = None) -> None:
         self.config = config
         self.keys = read_keys(config.server.keys_file)
         self.metrics = Metrics()
@@ -69,7 +74,7 @@ class Service:
         self._names: dict[str, str] = {}
         for model in config.models:
             self._names |= dict.fromkeys((model.name, *model.aliases), model.name)
-        self._devices = Devices(config)
+        self._devices = Devices(config, owner)
         self._tokenizers = TokenizerPool(max(1, min(4, usable_cores())))
         self._phase: State = "loading"
         self._following: list[asyncio.Task[None]] = []

@@ -6,6 +6,7 @@ than real ones; `python -m tests.supervised worker …` is one of these.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -22,14 +23,18 @@ from typing import NamedTuple, cast
 
 import psutil
 
+from embedsvc.calls import EmbedCall, Embedded
 from embedsvc.config import Config
 from embedsvc.configfile import Overrides, load
-from embedsvc.errors import ModelError, StartError
+from embedsvc.errors import ModelDied, ModelError, StartError
+from embedsvc.models.owner import Owner
+from embedsvc.models.process import ProcessModel
 from embedsvc.service import Service
 from embedsvc.supervisor.supervisor import supervise
 from embedsvc.supervisor.worker import run
 from tests.http_fakes import FakeService
 from tests.http_wire import post
+from tests.isolated import PoisonedModel, embed, spec_of
 
 WAIT_S = 60.0
 NOWHERE = "/nowhere"
@@ -163,7 +168,11 @@ class Supervised:
         """Have the file read again."""
         self.child.send_signal(signal.SIGHUP)
 
-    def close(self) -> None:
+    def __enter__(self) -> Supervised:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Kill it, and wait for all that is left."""
         with self.child:
             self.child.kill()
@@ -208,19 +217,43 @@ def half_a_request(address: tuple[str, int]) -> socket.socket:
 
 
 class QuickService(FakeService):
-    """A fake service of one configuration, which cannot serve a model from `NOWHERE`."""
+    """A fake service of one configuration, which cannot serve a model from `NOWHERE`.
 
-    def __init__(self, config: Config) -> None:
+    An isolated model is a real process, shared with the other workers.
+    """
+
+    def __init__(self, config: Config, owner: Owner) -> None:
         super().__init__(config.models[0].name)
         self.config = config
         self.state = "loading"
         self.metrics.ready_from(lambda: self.ready)
+        self._model: ProcessModel | None = None
+        if config.models[0].versions[0].isolate is True:
+            self._model = PoisonedModel(spec_of(Path(config.server.cache_dir)), owner=owner)
 
     async def start(self) -> None:
         """Become ready, or fail."""
         if self.config.models[0].versions[0].source == NOWHERE:
             raise ModelError(f"models[0].source: no such folder: {NOWHERE}")
+        if self._model is not None:
+            await asyncio.to_thread(self._model.load)
         await super().start()
+
+    async def embed(self, call: EmbedCall) -> Embedded:
+        """Run a batch first, where there is a model, which is loaded again where it died."""
+        while self._model is not None:
+            try:
+                await asyncio.to_thread(embed, self._model, [[1, 2, 3]])
+                break
+            except ModelDied:
+                await asyncio.to_thread(self._model.load)
+        return await super().embed(call)
+
+    async def stop(self, drain_timeout_s: float | None = None) -> None:
+        """Need the model no longer."""
+        if self._model is not None:
+            await asyncio.to_thread(self._model.close)
+        await super().stop(drain_timeout_s)
 
 
 def main() -> None:
@@ -228,8 +261,13 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     kind, *arguments = sys.argv[1:]
     if kind == "worker":
-        _, control, *listeners = map(int, arguments)
-        run(control, listeners, lambda config: cast("Service", QuickService(config)))
+        _, control, wishes, *listeners = map(int, arguments)
+        run(
+            control,
+            wishes,
+            listeners,
+            lambda config, owner: cast("Service", QuickService(config, owner)),
+        )
         return
 
     def load_again() -> Config:
@@ -240,7 +278,7 @@ def main() -> None:
         sys.stdout.flush()
 
     try:
-        command = [sys.executable, "-m", "tests.supervised", "worker"]
+        command = [sys.executable, "-P", "-m", "tests.supervised", "worker"]
         supervise(load_again(), command, load_again, say_ready)
     except StartError as error:
         sys.exit(str(error))

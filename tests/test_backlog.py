@@ -30,7 +30,7 @@ ONE, EQUAL, THREE = Key("one", 1.0), Key("equal", 1.0), Key("three", 3.0)
 
 def backlog_of(*open_: tuple[Key, Priority, float], slots: int = 1) -> Backlog:
     """Return a backlog of requests of some seconds."""
-    backlog = Backlog([1.0], slots, lambda: 0.0)
+    backlog = Backlog([1.0], lambda: slots, lambda: 0.0)
     for key, priority, seconds in open_:
         request, _ = make_request([1], priority=priority, key=key)
         request.open_s = seconds
@@ -83,7 +83,7 @@ def test_a_time_to_come_back_is_one_that_clients_obey() -> None:
 def test_promises_end_when_they_fall_due() -> None:
     """A server that has caught up sends nobody away for long, and keeps nothing."""
     now = [0.0]
-    backlog = Backlog([1.0], 1, lambda: now[0])
+    backlog = Backlog([1.0], lambda: 1, lambda: now[0])
     for _ in range(100):
         last = backlog.invite(1.0, BULK, ONE, room_s=0.0)
     now[0] = last + STEP_S

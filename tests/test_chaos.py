@@ -221,17 +221,6 @@ def test_bad_calls_count_for_the_fault_before_them() -> None:
     assert "| stop | 2 | 6 | 1 | 1 | 1 | 0 | 4.00 s, 4.00 s, 1 never |" in found.table()
 
 
-def test_cut_calls_count_for_whoever_cut_them() -> None:
-    """Although another fault came in between."""
-    faults = [Injected("worker killed", 10.0, 1, frozenset({1})), Injected("stop", 10.05, 1)]
-    calls = [call(9, 10.1, Verdict.LOST), call(9, 10.1, Verdict.LOST, port=2)]
-
-    rows = report(calls, faults, [], lag_p99_s=0.0, others_cores=0.0).rows
-
-    assert (rows["worker killed"].cut, rows["worker killed"].lost) == (1, 0)
-    assert (rows["stop"].cut, rows["stop"].lost) == (0, 1)
-
-
 def test_what_is_left_behind_is_named() -> None:
     """Less than before is nothing left behind."""
     before = Census(processes=2, files=40, threads=20, shared=4)

@@ -29,10 +29,19 @@ from tests.supervised import (
 pytestmark = pytest.mark.timeout(90)
 
 REQUESTS = "embedsvc_requests_total"
+MODEL_MODULES = ("embedsvc.models.worker", "tests.poisoned_worker")
 # Of 64 connections spread at random over two workers, one gets fewer than this once in 10^9 times.
 LEAST_OF_64 = 9
 
 MISSING_MODEL = f'[[models]]\nname = "m"\nsource = "{NOWHERE}"\n'
+SHARED_MODEL = """
+[server]
+cache_dir = "{}"
+[[models]]
+name = "m"
+[[models.versions]]
+isolate = true
+"""
 # As little to measure and to warm up as can be.
 REAL_MODEL = """
 [[devices]]
@@ -41,6 +50,7 @@ threads_per_slot = 1
 [[models]]
 name = "m"
 [[models.versions]]
+isolate = true
 max_length = 32
 [models.versions.batching]
 buckets = [32]
@@ -57,11 +67,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared(home: Path) -> Iterator[tuple[Supervised, tuple[str, int]]]:
     """Yield a server for the tests that leave it in order."""
-    server = Supervised(home)
-    try:
+    with Supervised(home) as server:
         yield server, server.address()
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -80,9 +87,16 @@ def address(shared: tuple[Supervised, tuple[str, int]]) -> tuple[str, int]:
 @pytest.fixture
 def own(home: Path) -> Iterator[Supervised]:
     """Yield a server that a test may end."""
-    server = Supervised(home)
-    yield server
-    server.close()
+    with Supervised(home) as server:
+        yield server
+
+
+def models_of(server: Supervised) -> list[psutil.Process]:
+    """Return the processes of models, all of which are the supervisor's own."""
+    children = server.processes()[0].children()
+    found = [child for child in children if child.cmdline()[-2] in MODEL_MODULES]
+    assert len(server.processes()) == 1 + 2 + len(found)
+    return found
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -122,7 +136,7 @@ def test_the_supervisor_imports_nothing_heavy() -> None:
     """It needs memory for nothing but its workers."""
     script = (
         "import sys, embedsvc.supervisor.supervisor; "
-        "print({'torch', 'numpy', 'litestar', 'uvicorn'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'litestar', 'uvicorn'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
 
@@ -155,6 +169,7 @@ def test_a_workers_death_costs_its_own_connections_and_nothing_else(
     assert kept.metric(REQUESTS) >= before + 33
     assert kept.metric("embedsvc_worker_deaths_total") == deaths + 1
     assert kept.metric("embedsvc_workers") == 2
+    assert psutil.Process(server.child.pid).num_fds() == server.n_files
     kept.close()
     lost.close()
 
@@ -193,20 +208,21 @@ def test_a_renewal_under_load_fails_no_request(
     server.hang_up()
     deferred = server.said("these need a restart, the old values stay: (.*)")
     server.said("all workers are renewed")
-    counts = [client.answers for client in load]
     after = workers(address)
     for client in load:
         client.stop.set()
         client.join()
 
     assert [client.error for client in load] == [None] * 4
-    assert min(counts) > 0
+    assert min(client.answers for client in load) > 0
     assert not {worker.pid for worker in before} & {worker.pid for worker in after}
     assert deferred[1] == "server.host"
 
 
-def test_counts_survive_a_renewal(server: Supervised, address: tuple[str, int]) -> None:
-    """To the last one: who leaves tells them."""
+def test_a_renewal_loses_no_counts_and_leaves_nothing_open(
+    server: Supervised, address: tuple[str, int]
+) -> None:
+    """Who leaves tells the last ones."""
     client = Client(address)
     client.embed()
     before = client.metric(REQUESTS)
@@ -217,6 +233,8 @@ def test_counts_survive_a_renewal(server: Supervised, address: tuple[str, int]) 
     client = Client(address)
 
     assert client.metric(REQUESTS) == before + 1
+    assert psutil.Process(server.child.pid).num_fds() == server.n_files
+    assert len(server.processes()) == 3
     client.close()
 
 
@@ -240,17 +258,41 @@ def test_a_configuration_that_cannot_be_served_changes_nothing(
     assert workers(address) == before
 
 
-def test_deaths_and_renewals_leave_nothing_open(
-    server: Supervised, address: tuple[str, int]
-) -> None:
-    """As many files as at the start."""
-    os.kill(workers(address)[0].pid, signal.SIGKILL)
-    server.said(r"worker ready number=0 pid=(\d+)")
-    server.hang_up()
-    server.said("all workers are renewed")
+# --- a shared model ------------------------------------------------------------------------------
 
-    assert psutil.Process(server.child.pid).num_fds() == server.n_files
-    assert len(server.processes()) == 3
+
+def embed_with_each(address: tuple[str, int]) -> None:
+    """Let each worker give a vector."""
+    for client, _ in one_of_each(address).values():
+        client.embed()
+        client.close()
+
+
+def test_the_process_of_a_model_is_shared_and_replaced(tmp_path: Path) -> None:
+    """Calls outlive its death, and it outlives a renewal that leaves the model as it is.
+
+    Where the model is another one, its process goes with the last of the old workers.
+    """
+    (tmp_path / "new").mkdir()
+    with Supervised(tmp_path, text=SHARED_MODEL.format(tmp_path)) as server:
+        address = server.address()
+        (first,) = models_of(server)
+        first.kill()
+        embed_with_each(address)
+        (second,) = models_of(server)
+        server.hang_up()
+        server.said("all workers are renewed")
+        embed_with_each(address)
+        assert models_of(server) == [second]
+
+        server.write(SHARED_MODEL.format(tmp_path / "new"))
+        server.hang_up()
+        server.said("all workers are renewed")
+        assert gone([second])
+        embed_with_each(address)
+        (third,) = models_of(server)
+
+    assert gone([third])
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -288,12 +330,11 @@ def test_the_second_signal_ends_all_at_once(own: Supervised) -> None:
         assert gone(processes)
 
 
-def test_nobody_outlives_the_supervisor(own: Supervised) -> None:
-    """Even where it is killed, and its address is free again."""
-    address = own.address()
-    processes = own.processes()
+def test_nobody_outlives_the_supervisor(server: Supervised, address: tuple[str, int]) -> None:
+    """Even where it is killed, and its address is free again. Ends the server of other tests."""
+    processes = server.processes()
     with half_a_request(address):
-        own.child.kill()
+        server.child.kill()
 
         assert gone(processes)
     with socket.create_server(address):
@@ -305,21 +346,21 @@ def test_nobody_outlives_the_supervisor(own: Supervised) -> None:
 
 def test_a_model_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     """The error is the first worker's, the exit status 1."""
-    server = Supervised(tmp_path, text=MISSING_MODEL)
-    server.said(r"models\[0\]\.source: no such folder")
+    with Supervised(tmp_path, text=MISSING_MODEL) as server:
+        server.said(r"models\[0\]\.source: no such folder")
 
-    assert server.child.wait(WAIT_S) == 1
-    server.close()
+        assert server.child.wait(WAIT_S) == 1
 
 
-def test_the_command_line_starts_workers_with_real_models(tmp_path: Path) -> None:
-    """`serve` with more than one worker prints one banner, and either worker gives vectors."""
-    server = Supervised(tmp_path, "embedsvc.cli", REAL_MODEL)
-    address = server.address()
-    for client, _ in one_of_each(address).values():
-        client.embed()
-        client.close()
-    server.child.terminate()
+@pytest.mark.slow
+def test_workers_of_the_command_line_share_a_model(tmp_path: Path) -> None:
+    """Either gives vectors; the process of the model is the supervisor's."""
+    with Supervised(tmp_path, "embedsvc.cli", REAL_MODEL) as server:
+        embed_with_each(server.address())
+        processes = server.processes()
+        models = models_of(server)
+        server.child.terminate()
 
-    assert server.child.wait(WAIT_S) == 0
-    server.close()
+        assert len(models) == 1
+        assert server.child.wait(WAIT_S) == 0
+        assert gone(processes)

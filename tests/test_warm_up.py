@@ -21,6 +21,7 @@ class FewTokens(SumModel):
 
     fits: int = 10**9
     device: str = "cuda"
+    warm: bool = False
 
     def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         """Refuse what does not fit."""
@@ -58,6 +59,15 @@ def test_where_all_fits_nothing_shrinks(device: Device) -> None:
     assert policy.buckets.memory_share == 1
     for batch in ([8] * 8, [32] * 2, [128]):
         assert model.batches.count(batch) == device.slots + (batch == [8] * 8) * device.slots
+
+
+def test_a_model_that_others_have_warmed_up_is_left_alone(device: Device) -> None:
+    """They serve by now."""
+    model = FewTokens(warm=True)
+
+    warm_up(model, device, make_policy(edges=[8, 128]))
+
+    assert model.batches == []
 
 
 def test_a_text_that_does_not_fit_alone_stops_the_start(device: Device) -> None:

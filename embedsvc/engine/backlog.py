@@ -46,11 +46,16 @@ class Backlog:
     Args:
         factors: what predicted seconds are multiplied by to be those of batches now, by width
             class; read at each question.
-        slots: of the device.
+        slots: that can be counted on; read at each question.
         clock: monotonic seconds.
     """
 
-    def __init__(self, factors: Sequence[float], slots: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        factors: Sequence[float],
+        slots: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
         self._factors = factors
         self._slots = slots
         self._clock = clock
@@ -84,7 +89,9 @@ class Backlog:
     @property
     def total_s(self) -> float:
         """Seconds until all of it is done, as batches are now."""
-        return sum(sum(self._pending(work).values()) for work in self._work.values()) / self._slots
+        return (
+            sum(sum(self._pending(work).values()) for work in self._work.values()) / self._slots()
+        )
 
     # --- newcomers -------------------------------------------------------------------------------
 
@@ -149,7 +156,7 @@ class Backlog:
             for other, work in self._work.items()
             if other != key
         )
-        return (sum(ahead.values()) + others_s) / self._slots
+        return (sum(ahead.values()) + others_s) / self._slots()
 
     def _pending(self, work: _Work, *, promised: bool = False) -> dict[Priority, float]:
         """Return the slot seconds of a key by priority, as batches are now; interactive first."""

@@ -6,9 +6,11 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar, TypeVarTuple
 
+from embedsvc.engine.slots import OwnSlots, Slots
 from embedsvc.models.threads import set_batch_threads
 
 log = logging.getLogger(__name__)
@@ -26,48 +28,54 @@ class Device:
 
     Args:
         name: as in the configuration, e.g. `cpu`, `cuda:0`.
-        slots: batches at once.
+        slots: batches at once, or where they are counted.
         threads_per_slot: CPU threads of one batch.
     """
 
-    def __init__(self, name: str, slots: int, threads_per_slot: int = 1) -> None:
+    def __init__(self, name: str, slots: int | Slots, threads_per_slot: int = 1) -> None:
         self.name = name
-        self.slots = slots
         self.threads_per_slot = threads_per_slot
-        self._semaphore = threading.Semaphore(slots)
-        self._lock = threading.Lock()
-        self._busy = 0
+        self._slots: Slots = OwnSlots(slots) if isinstance(slots, int) else slots
         self._work: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]
         self._work = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._main, name=f"device-{name}-{k}") for k in range(slots)
+            threading.Thread(target=self._main, name=f"device-{name}-{k}")
+            for k in range(self.slots)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
+    def slots(self) -> int:
+        """Batches at once."""
+        return self._slots.n_slots
+
+    @property
+    def share(self) -> float:
+        """Slots that this process can count on; fewer where other workers want some too."""
+        return self._slots.share
+
+    @property
     def busy(self) -> int:
-        """Slots taken."""
-        return self._busy
+        """Slots taken by this process."""
+        return self._slots.busy
 
     @property
     def free(self) -> int:
         """Slots not taken."""
-        return self.slots - self._busy
+        return self._slots.free
 
     def acquire(self, timeout_s: float) -> bool:
         """Take a slot, waiting at most `timeout_s` seconds; say whether it was taken."""
-        if not self._semaphore.acquire(timeout=timeout_s):
-            return False
-        with self._lock:
-            self._busy += 1
-        return True
+        return self._slots.acquire(timeout_s)
 
     def release(self) -> None:
         """Give a slot back."""
-        with self._lock:
-            self._busy -= 1
-        self._semaphore.release()
+        self._slots.release()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other processes off, for one batch that has a slot; see `Slots`."""
+        return self._slots.alone()
 
     def start(self, run: Callable[[*Args], object], *args: *Args) -> None:
         """Run a function on a device thread; the caller holds a slot where it is a batch."""
@@ -92,6 +100,7 @@ class Device:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
+        self._slots.close()
 
     def _main(self) -> None:
         set_batch_threads(self.threads_per_slot)

@@ -7,32 +7,52 @@ from __future__ import annotations
 
 from typing import Any
 
-from embedsvc.config import Config, DeviceConfig
+from embedsvc.config import Config, DeviceConfig, VersionConfig
 from embedsvc.engine.calibrate import batch_rate, best_division
 from embedsvc.engine.device import Device
-from embedsvc.models import Model
+from embedsvc.engine.slots import OwnSlots, SharedSlots, Slots
+from embedsvc.models import Model, isolated
 from embedsvc.models.cache import Cache
 from embedsvc.models.host import usable_cores
+from embedsvc.models.owner import Owner
+from embedsvc.models.wire import Share
 
 DIVISION_LIMIT_S = 2.0
 GPU_SLOTS = 2
 
 
 class Devices:
-    """The devices of one service, opened when the first model needs them."""
+    """The devices of one service, opened when the first model needs them.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: says how they are divided.
+
+    Attributes:
+        owner: of the slots, where several workers share the devices.
+    """
+
+    def __init__(self, config: Config, owner: Owner | None = None) -> None:
+        self.owner = owner
         self._configs = {device.name: device for device in config.devices}
         self._open: dict[str, Device] = {}
 
-    def get(self, model: Model, backend: str, cache: Cache, key: dict[str, Any]) -> Device:
+    def get(
+        self, model: Model, version: VersionConfig, cache: Cache, key: dict[str, Any]
+    ) -> Device:
         """Return the device of a loaded model, measuring its division into slots where `auto`."""
         name = model.device
         if name not in self._open:
             config = self._configs.get(name, DeviceConfig(name=name))
-            slots, threads = _division(config, model, backend, cache, key)
-            self._open[name] = Device(name, slots, threads)
+            slots, threads = _division(config, model, version.backend, cache, key)
+            self._open[name] = Device(name, self._slots(name, slots, version), threads)
         return self._open[name]
+
+    def _slots(self, name: str, n_slots: int, version: VersionConfig) -> Slots:
+        """Return who grants the slots of a device; none need be for vectors that cost nothing."""
+        weightless = version.backend == "hash" and not isolated(version)
+        if self.owner is None or weightless:
+            return OwnSlots(n_slots)
+        return SharedSlots(n_slots, self.owner.ask(Share(name, n_slots)))
 
     def close(self) -> None:
         """Stop all device threads."""

@@ -75,7 +75,9 @@ class Engine:
         self._scheduler = Scheduler(
             self._inbox, policy, self._recovery, device, buffers, self._execute, clock
         )
-        self._ledger = Ledger(admission, metrics, self._price, clock, self._inbox.put, device.slots)
+        self._ledger = Ledger(
+            admission, metrics, self._price, clock, self._inbox.put, lambda: device.share
+        )
         self._thread = threading.Thread(target=self._schedule_main, name=f"scheduler-{name}")
         self._show_gauges()
 

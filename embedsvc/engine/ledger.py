@@ -29,7 +29,7 @@ class Ledger:
         clock: monotonic seconds.
         tell: told each request that ended with an error, so that its rows leave the queue, and when
             batches take longer or less long than they did.
-        slots: of the device.
+        slots: of the device that can be counted on now.
 
     Attributes:
         admission: as given.
@@ -44,7 +44,7 @@ class Ledger:
         price: Callable[[int], float],
         clock: Callable[[], float],
         tell: Callable[[Request | Corrected], None],
-        slots: int,
+        slots: Callable[[], float],
     ) -> None:
         self.admission = admission
         self.correction = Correction()

@@ -30,7 +30,7 @@ def measure(
 ) -> tuple[Device, Calibration]:
     """Return the device of a loaded model, divided into slots, and what batches cost on it."""
     key = measurement_key(folder, model)
-    device = devices.get(model, settings.backend, cache, key)
+    device = devices.get(model, settings, cache, key)
     return device, calibration(model, device, settings.batching.max_batch_size, cache, key)
 
 

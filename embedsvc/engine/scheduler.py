@@ -102,8 +102,8 @@ class Scheduler:
         if not batch.alone:
             self._device.start(self._execute, batch, self._buffers.take())
             return
-        # Where nobody else has a buffer no other batch is on its way.
-        with self._buffers.alone() as buffer:
+        # Where nobody else has a buffer no other batch of this process is on its way.
+        with self._device.alone(), self._buffers.alone() as buffer:
             self._device.start(self._execute, batch, buffer)
 
     def _read(self, until: float) -> bool:

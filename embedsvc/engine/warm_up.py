@@ -27,7 +27,8 @@ def warm_up(model: Model, device: Device, policy: Policy) -> None:
     number of tokens, and memory is steady once they are there. A batch that does not fit is halved
     until it does, and so is what may go into its bucket and all wider ones; full batches grow it
     again, one row at a time, to what really fits. A CPU's memory mostly ends without an error that
-    could be caught, and its longest texts take long, so only other devices run all of them.
+    could be caught, and its longest texts take long, so only other devices run all of them. Where
+    other workers have warmed up the same model, nothing is run: they serve by now.
 
     Args:
         model: loaded.
@@ -37,6 +38,8 @@ def warm_up(model: Model, device: Device, policy: Policy) -> None:
     Raises:
         ConfigError: not even one row fits; names max_length.
     """
+    if model.warm:
+        return
     limits = policy.limits
     longest = limits.max_length
     if model.device == "cpu":

@@ -17,6 +17,7 @@ from embedsvc.models.buffers import HostBuffer
 from embedsvc.models.host import gpu_present, set_native_memory
 
 if TYPE_CHECKING:
+    from embedsvc.models.owner import Owner
     from embedsvc.models.source import ModelFolder
 
 # Torch reads these settings when it is loaded, by whichever module comes first.
@@ -41,6 +42,8 @@ class Model(Protocol):
     """Precision of the matrix products as shown to users, e.g. `bfloat16`."""
     device: str
     """Device as shown to users, e.g. `cpu`, `cuda:0`."""
+    warm: bool
+    """Whether others have run their batches on it before."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -84,13 +87,26 @@ class Model(Protocol):
         """Free what `load` took; batches in flight may fail."""
 
 
-def load_model(version: VersionConfig, folder: ModelFolder, pad_id: int, cache_dir: Path) -> Model:
+def load_model(
+    version: VersionConfig,
+    folder: ModelFolder,
+    pad_id: int,
+    cache_dir: Path,
+    owner: Owner | None = None,
+) -> Model:
     """Return the loaded model of a version, in a process of its own where it is to be isolated.
+
+    Args:
+        version: its configuration.
+        folder: its files.
+        pad_id: of the tokenizer.
+        cache_dir: where the outcome of the self-check is kept.
+        owner: of such processes, where several workers use one.
 
     Raises:
         ModelError: the model cannot be loaded or its vectors cannot be trusted.
     """
-    if not isolated(version):
+    if not isolated(version, shared=owner is not None):
         return load_in_process(version, folder, pad_id, cache_dir)
     if sys.platform != "linux":
         raise ModelError(f"{folder.source}: `isolate = true` needs Linux; leave it out")
@@ -98,18 +114,23 @@ def load_model(version: VersionConfig, folder: ModelFolder, pad_id: int, cache_d
     from embedsvc.models.wire import Spec
 
     level = logging.getLogger(__name__).getEffectiveLevel()
-    model = ProcessModel(Spec(version, folder, pad_id, cache_dir, level))
+    model = ProcessModel(Spec(version, folder, pad_id, cache_dir, level), owner=owner)
     model.load()
     return model
 
 
-def isolated(version: VersionConfig) -> bool:
-    """Say whether a version's model gets a process of its own; `auto` does so on a GPU."""
+def isolated(version: VersionConfig, *, shared: bool = False) -> bool:
+    """Say whether a version's model gets a process of its own.
+
+    `auto` does so on a GPU, and where several workers would load one each.
+    """
     if version.isolate != "auto":
         return version.isolate
-    if sys.platform != "linux" or version.backend == "hash" or version.device == "cpu":
+    if sys.platform != "linux" or version.backend == "hash":
         return False
-    return version.device != "auto" or gpu_present()
+    if version.device == "auto":
+        return shared or gpu_present()
+    return shared or version.device != "cpu"
 
 
 def load_in_process(

@@ -13,6 +13,7 @@ class InProcess:
 
     dim: int
     pad_id: int
+    warm = False
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -15,10 +15,12 @@ from typing import Any
 
 from embedsvc.errors import DeviceOutOfMemory, ModelDied, ModelError, ModelFailed
 from embedsvc.models.buffers import HostBuffer, SharedBuffer
-from embedsvc.models.child import Child
+from embedsvc.models.child import Child, Running
+from embedsvc.models.launch import OwnProcess
+from embedsvc.models.owner import Owner, SharedProcess
 from embedsvc.models.threads import batch_threads
 from embedsvc.models.weights import identify_weights
-from embedsvc.models.wire import Ready, Spec, Status
+from embedsvc.models.wire import Attach, Ready, Spec, Status
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class ProcessModel:
     Args:
         spec: what to load.
         first_limit_s: longest time of the first load, and of a batch until `watch` says better.
+        owner: of the process, where several workers use one.
 
     Attributes:
         worker: the module that processes run.
@@ -43,14 +46,18 @@ class ProcessModel:
 
     worker = "embedsvc.models.worker"
 
-    def __init__(self, spec: Spec, *, first_limit_s: float = FIRST_LIMIT_S) -> None:
+    def __init__(
+        self, spec: Spec, *, first_limit_s: float = FIRST_LIMIT_S, owner: Owner | None = None
+    ) -> None:
         self.dim = 0
         self.max_length = 0
         self.pad_id = 0
         self.dtype = ""
         self.device = ""
         self.settings: Mapping[str, Any] = {}
+        self.warm = False
         self._spec = spec
+        self._owner = owner
         self._load_limit_s = first_limit_s
         self._limit_s: Callable[[int, int], float] = lambda rows, length: first_limit_s
         self._on_death: Callable[[str], None] | None = None
@@ -88,6 +95,7 @@ class ProcessModel:
                 child.close()
                 raise
             self._take_over(ready)
+            self.warm = child.warm
             seconds = monotonic() - began
             limit_s = max(MIN_RELOAD_LIMIT_S, RELOAD_FACTOR * seconds)
             self._load_limit_s = min(self._load_limit_s, limit_s)
@@ -153,10 +161,15 @@ class ProcessModel:
             if self._closed:
                 raise ModelError(f"{self._spec.folder.source}: closed while it was loaded")
             try:
-                self._child = Child(self._spec, self.worker, self._tell)
+                self._child = Child(self._running(), self._tell)
             except OSError as error:
                 raise ModelError(f"no process can be started for the model: {error}") from error
             return self._child
+
+    def _running(self) -> Running:
+        if self._owner is None:
+            return OwnProcess(self._spec, self.worker)
+        return SharedProcess(self._owner, Attach(self.worker, self._spec))
 
     def _serve(self, child: Child) -> None:
         """Let its death be told from now on."""

@@ -6,7 +6,10 @@ needs it any more. Each channel carries one batch at a time as a few integers: `
 by a `Status`; `Op.ADD` (with the descriptor of its memory) and `Op.DROP` make a buffer known and
 forgotten on this channel and are not answered. All sockets keep the bounds of messages.
 
-Channels know nothing of each other, so more servers than one may hold channels to one process.
+Channels know nothing of each other, so several workers may use one process. Their supervisor owns
+it: each asks for it with `Attach` (see `owner.py`), and gets `Attached` with a descriptor of the
+control socket to send its own channels, or `Failed`. The socket on which that came stays open as
+long as the worker needs the process; on it `KILL` goes out, and `Gone` comes when it is gone.
 """
 
 from __future__ import annotations
@@ -84,13 +87,57 @@ class Failed(Struct, frozen=True, tag=True):
     message: str
 
 
+class Attach(Struct, frozen=True, tag=True):
+    """From a worker: the process that has loaded this, started where there is none.
+
+    Attributes:
+        worker: the module it runs.
+        spec: what it loads.
+    """
+
+    worker: str
+    spec: Spec
+
+
+class Share(Struct, frozen=True, tag=True):
+    """From a worker: a device's slots, to be granted on the socket that comes with it."""
+
+    device: str
+    n_slots: int
+
+
+class Attached(Struct, frozen=True, tag=True):
+    """The process that was asked for is ready.
+
+    Attributes:
+        pid: its process id.
+        warm: workers have run their batches on it before.
+        ready: what it said.
+    """
+
+    pid: int
+    warm: bool
+    ready: Ready
+
+
+class Gone(Struct, frozen=True, tag=True):
+    """The process is gone; `how` says so in words."""
+
+    how: str
+
+
+KILL = b"k"
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 _specs = msgspec.msgpack.Decoder(Spec, dec_hook=lambda kind, value: kind(value))
 _answers = msgspec.msgpack.Decoder(Ready | Failed)
+_wishes = msgspec.msgpack.Decoder(Attach | Share, dec_hook=lambda kind, value: kind(value))
+_tidings: msgspec.msgpack.Decoder[Attached | Failed | Gone]
+_tidings = msgspec.msgpack.Decoder(Attached | Failed | Gone)
 
 
-def encode(message: Spec | Ready | Failed) -> bytes:
-    """Return a message of the control socket as bytes."""
+def encode(message: Spec | Ready | Failed | Attach | Share | Attached | Gone) -> bytes:
+    """Return a message as bytes."""
     return _encoder.encode(message)
 
 
@@ -102,3 +149,13 @@ def decode_spec(message: bytes) -> Spec:
 def decode_answer(message: bytes) -> Ready | Failed:
     """Return what came of loading."""
     return _answers.decode(message)
+
+
+def decode_wish(message: bytes) -> Attach | Share:
+    """Return what a worker asks its supervisor for."""
+    return _wishes.decode(message)
+
+
+def decode_tidings(message: bytes) -> Attached | Failed | Gone:
+    """Return what a supervisor says of a process."""
+    return _tidings.decode(message)

@@ -12,6 +12,7 @@ from typing import Any
 
 from embedsvc.config import Config
 from embedsvc.errors import StartError
+from embedsvc.models.launch import same_modules
 from embedsvc.supervisor.messages import (
     FROM_WORKER,
     AskMetrics,
@@ -34,6 +35,7 @@ class Child:
     Attributes:
         number: of the worker whose place it has.
         pid: of its process.
+        wishes: on which it asks for what workers share.
         ended: done with the exit status when everything it said has been heard.
     """
 
@@ -42,9 +44,11 @@ class Child:
         number: int,
         process: asyncio.subprocess.Process,
         line: Line[FromWorker],
+        wishes: socket.socket,
         on_metrics: Callable[[Child, list[Family] | None], None],
     ) -> None:
         self.number = number
+        self.wishes = wishes
         self.pid = process.pid
         self._process = process
         self._line = line
@@ -68,23 +72,22 @@ class Child:
 
         Args:
             number: of the worker.
-            command: starts one, given its number and its file descriptors: of the socket to this
-                process and of the listening ones.
+            command: starts one, given its number and its file descriptors: of two sockets to this
+                process, for what it is told and for its wishes, and of the listening ones.
             listeners: all listening sockets.
             on_metrics: called with its numbers, or with None where it asks for those of all.
+
+        Raises:
+            StartError: the system allows no more processes or files.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = [sock.fileno() for sock in (theirs, *listeners)]
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                *map(str, (number, *fds)),
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                # Not with the terminal's keys, which would end it before it has drained.
-                process_group=0,
-            )
-        return cls(number, process, await Line.open(ours, FROM_WORKER), on_metrics)
+        try:
+            control, its_control = socket.socketpair()
+            wishes, its_wishes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with its_control, its_wishes:
+                process = await _started(number, command, [its_control, its_wishes, *listeners])
+        except OSError as error:
+            raise StartError(f"no process can be started for worker {number}: {error}") from error
+        return cls(number, process, await Line.open(control, FROM_WORKER), wishes, on_metrics)
 
     @property
     def alive(self) -> bool:
@@ -165,6 +168,21 @@ class Child:
         if self._told is not None:
             self._told.set_result(None)
             self._told = None
+
+
+async def _started(
+    number: int, command: Sequence[str], sockets: Sequence[socket.socket]
+) -> asyncio.subprocess.Process:
+    fds = [one.fileno() for one in sockets]
+    return await asyncio.create_subprocess_exec(
+        *command,
+        *map(str, (number, *fds)),
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        env=same_modules(),
+        # Not with the terminal's keys, which would end it before it has drained.
+        process_group=0,
+    )
 
 
 def in_words(status: int) -> str:

@@ -24,6 +24,7 @@ from embedsvc.metrics import Metrics
 from embedsvc.supervisor.backoff import Backoff
 from embedsvc.supervisor.child import Child, in_words
 from embedsvc.supervisor.messages import AllMetrics, Drain, Retire
+from embedsvc.supervisor.sharing import Sharing
 from embedsvc.totals import COUNTED, Family, Totals, families_of
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Supervisor:
         # Held by whoever starts a process for place k.
         self._starting = [asyncio.Lock() for _ in listeners]
         self._hung_up = asyncio.Event()
+        self._sharing = Sharing()
         self._metrics, self._totals = Metrics(), Totals()
         self._scraping = asyncio.Lock()
         self._answering: set[asyncio.Task[None]] = set()
@@ -100,9 +102,12 @@ class Supervisor:
         await asyncio.wait([living])
         if living.cancelled():
             await self._drain()
+            await self._sharing.models.close()
         else:
             for child in self._children:
                 child.kill()
+            await self._ended(self._children, self._config.server)
+            await self._sharing.models.close()
             living.result()
 
     def _on_signal(self, number: int, living: asyncio.Task[None]) -> None:
@@ -125,6 +130,7 @@ class Supervisor:
         first.load(self._config, self._n)
         self._assign()
         info = await first.loaded()
+        self._sharing.models.warmed_up()
         for child in others:
             child.load(self._config, self._n)
         await asyncio.gather(*(child.loaded() for child in others))
@@ -151,6 +157,7 @@ class Supervisor:
     async def _spawn(self, number: int) -> Child:
         child = await Child.spawn(number, self._command, self._listeners, self._on_metrics)
         self._children.add(child)
+        self._sharing.serve(child.wishes)
         child.ended.add_done_callback(lambda _: self._forget(child))
         return child
 
@@ -167,6 +174,7 @@ class Supervisor:
         successor = await self._spawn(number)
         successor.load(config, self._n)
         await successor.loaded()
+        self._sharing.models.warmed_up()
         log.info("worker ready number=%d pid=%d", number, successor.pid)
         before, self._places[number] = self._places[number], successor
         self._assign()
@@ -244,7 +252,7 @@ class Supervisor:
             telling = [
                 asyncio.ensure_future(child.numbers_told())
                 for child in self._children
-                if child.ready
+                if child.ready or child is asking
             ]
             if telling:
                 await asyncio.wait(telling, timeout=METRICS_S)

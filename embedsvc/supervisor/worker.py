@@ -15,6 +15,7 @@ from embedsvc.config import Config
 from embedsvc.errors import ConfigError, EmbedsvcError
 from embedsvc.http.server import Server, spare_what_is_loaded
 from embedsvc.http.sockets import allow_many_connections
+from embedsvc.models.owner import Owner
 from embedsvc.service import Service
 from embedsvc.supervisor.messages import (
     TO_WORKER,
@@ -41,13 +42,15 @@ _PR_SET_PDEATHSIG = 1
 
 def run(
     control_fd: int,
+    wishes_fd: int,
     listener_fds: Sequence[int],
-    service_of: Callable[[Config], Service] = Service,
+    service_of: Callable[[Config, Owner], Service] = Service,
 ) -> None:
     """Serve until told to end; runs on the main thread of a process of its own.
 
     Args:
-        control_fd: socket to the supervisor.
+        control_fd: socket on which the supervisor says what to do.
+        wishes_fd: socket on which to ask it for what workers share.
         listener_fds: the listening sockets that all workers share.
         service_of: makes the service of a configuration.
     """
@@ -55,7 +58,7 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # The supervisor gets them too, from whoever signals a whole group, and says what to do.
         signal.signal(number, signal.SIG_IGN)
-    for fd in (control_fd, *listener_fds):
+    for fd in (control_fd, wishes_fd, *listener_fds):
         os.set_inheritable(fd, False)
     control = socket.socket(fileno=control_fd)
     start = first_message(control)
@@ -63,7 +66,7 @@ def run(
         return
     allow_many_connections()
     try:
-        service = service_of(start.config)
+        service = service_of(start.config, Owner(socket.socket(fileno=wishes_fd)))
     except ConfigError as error:
         control.sendall(framed(Failed(str(error))))
         return

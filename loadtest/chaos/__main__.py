@@ -34,8 +34,8 @@ from loadtest.chaos.report import Report, report
 from loadtest.chaos.setup import prepared
 from loadtest.target import Bars, arguments
 
-# Calls at once, so that every thread is needed, and what their ends take.
-CROWD, WARM_UP_S = 16, 1.0
+# Load before the first fault.
+WARM_UP_S = 2.0
 # A process that was stopped while it loaded is given up after a minute.
 RECOVERED_WITHIN_S, IDLE_WITHIN_S = 75.0, 5.0
 
@@ -89,12 +89,13 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
     run, watch = target.run, Watch()
     exact = run.pool.exact
     habits = Habits(len(run.pool.texts), args.most_texts, ("raise", "nan") if exact else ())
-    before = await warmed_up(target)
-    watching, bystanders = asyncio.create_task(watch.look()), Bystanders(target.pid)
+    watching = asyncio.create_task(watch.look())
     users = [
         asyncio.create_task(User(run, f"user{k}").live(visits(args.seed, k, habits)))
         for k in range(args.users)
     ]
+    bystanders = Bystanders(target.pid)
+    before = await warmed_up(target)
     began, end = perf_counter(), max(0.0, args.seconds - args.calm_s)
     planned = schedule(args.seed, faults_for(target), end=end, mean_gap_s=args.gap_s)
     await inject(target, planned, began)
@@ -115,14 +116,8 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
 
 
 async def warmed_up(target: Target) -> Census:
-    """Let the server make what it makes once, when it is first needed; count what it holds.
-
-    Nobody is connected any more when it is counted.
-    """
+    """Let the server make what it makes once, when it is first needed; count what it holds."""
     await break_config(target)
-    await asyncio.gather(
-        *(User(target.run, f"crowd{k}").once(Visit(picks=range(64))) for k in range(CROWD))
-    )
     await asyncio.sleep(WARM_UP_S)
     target.journal.clear()
     return census(target.pid)

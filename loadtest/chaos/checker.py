@@ -165,19 +165,14 @@ class Injected(NamedTuple):
     ports: frozenset[int] = frozenset()
 
 
-def cut_by(call: Call, faults: Sequence[Injected]) -> Injected | None:
-    """Return the fault that ended the connection of a call; None where it was the server itself."""
-    for fault in faults:
-        if call.port in fault.ports and fault.at <= call.answered <= fault.at + CUT_WITHIN_S:
-            return fault
-    return None
-
-
 def set_apart(calls: Sequence[Call], faults: Sequence[Injected]) -> list[Call]:
     """Return the calls; those whose worker was killed are no longer lost, but cut."""
     return [
         call._replace(verdict=Verdict.CUT)
-        if call.verdict is Verdict.LOST and cut_by(call, faults)
+        if call.verdict is Verdict.LOST
+        and any(
+            f.at <= call.answered <= f.at + CUT_WITHIN_S and call.port in f.ports for f in faults
+        )
         else call
         for call in calls
     ]

@@ -138,8 +138,6 @@ class User:
             for start, pause_s in zip(
                 range(0, len(request), size), [*visit.upload_pauses_s, 0.0], strict=False
             ):
-                if writer.is_closing():
-                    break
                 writer.write(request[start : start + size])
                 await writer.drain()
                 await asyncio.sleep(pause_s)

@@ -125,7 +125,7 @@ def schedule(seed: int, faults: Sequence[str], *, end: float, mean_gap_s: float)
     """
     rng = random.Random(f"{seed} faults")
     planned: list[Planned] = []
-    at = rng.uniform(0.1, 2 * mean_gap_s)
+    at = 0.0
     while faults:
         for fault in rng.sample(faults, len(faults)):
             if at > end:

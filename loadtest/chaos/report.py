@@ -12,7 +12,6 @@ from loadtest.chaos.checker import (
     Injected,
     Stall,
     Verdict,
-    cut_by,
     late_s,
     recovery_s,
     set_apart,
@@ -126,7 +125,7 @@ def report(
         }
         if not any(bad.values()):
             continue
-        row = rows.setdefault(_behind(call, faults), Row())
+        row = rows.setdefault(_last_before(call.answered, faults), Row())
         for name, is_so in bad.items():
             setattr(row, name, getattr(row, name) + is_so)
         if call.verdict is not Verdict.CUT:
@@ -141,9 +140,6 @@ def _complaint(call: Call, late: float) -> str:
     return f"{late:.2f} s late: {call.verdict}, {call.n_texts} texts in {call.deadline_s:g} s"
 
 
-def _behind(call: Call, faults: Sequence[Injected]) -> str:
-    """Return the fault that a bad call counts for: the one that cut it, or the last before it."""
-    if call.verdict is Verdict.CUT and (fault := cut_by(call, faults)):
-        return fault.fault
-    before = [fault for fault in faults if fault.at <= call.answered]
+def _last_before(at: float, faults: Sequence[Injected]) -> str:
+    before = [fault for fault in faults if fault.at <= at]
     return max(before, key=lambda fault: fault.at).fault if before else NO_FAULT

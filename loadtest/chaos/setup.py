@@ -20,8 +20,7 @@ from loadtest.chaos.texts import Pool, hashed, random_texts
 from loadtest.target import raise_open_files
 from loadtest.vectors import embed
 
-# The second is of models that have to be asked for their vectors first.
-N_TEXTS, N_ASKED = 2_000, 500
+N_TEXTS = 2_000
 DEADLINE_S = 20.0
 
 CONFIG = f"""
@@ -58,8 +57,8 @@ def prepared(
         log: where the server's log goes; None drops it.
     """
     raise_open_files()
+    texts = random_texts(N_TEXTS, random.Random(seed))
     exact = backend == "hash"
-    texts = random_texts(N_TEXTS if exact else N_ASKED, random.Random(seed))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         lines = stack.enter_context((log or folder / "log").open("w"))
@@ -72,7 +71,7 @@ def prepared(
             server = stack.enter_context(running(command, {MARK: str(folder)}, lines))
         vectors = hashing.result()
         if not exact:
-            vectors = embed(server.address, texts, n_clients=2, texts_per_call=1)
+            vectors = embed(server.address, texts, n_clients=1, texts_per_call=1)
         run = Run(server.address, server.model, Pool(texts, vectors, exact), DEADLINE_S)
         yield Target(server.pid, file, text, run, random.Random(seed))
 
