@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from embedsvc.bench.connection import Connection, get
 from embedsvc.bench.open_loop import calls_for
-from embedsvc.bench.scrape import scrape
 from embedsvc.bench.serving import Server, served
 from embedsvc.config import DEFAULT_SHA256, DEFAULT_SOURCE, VersionConfig
 from embedsvc.models import Model, load_model
@@ -37,7 +37,7 @@ MAX_OVERHEAD_S, MIN_RATIO, MAX_AWAY_S = 200e-6, 0.97, 8.0
 SHAPES = ((1, 16), (8, 64), (32, 16))
 N_BATCHES = 2_000
 # Load around each kill.
-BEFORE_S, AWAY_LIMIT_S, POLL_S = 1.0, 60.0, 0.02
+BEFORE_S, POLL_S = 1.0, 0.02
 
 
 def main() -> None:
@@ -151,15 +151,15 @@ async def recovery(
 async def _away_s(server: Server) -> float:
     """End the model's process; return the seconds until another one has loaded the model."""
     await asyncio.sleep(BEFORE_S)
-    before = (await scrape(server.address)).total("embedsvc_model_restarts_total")
+    probe = Connection(*server.address)
     (process,) = model_processes(server.pid)
     killed = time.perf_counter()
     process.kill()
-    while time.perf_counter() - killed < AWAY_LIMIT_S:
-        samples = await scrape(server.address)
-        if samples.total("embedsvc_model_restarts_total") > before:
-            break
-        await asyncio.sleep(POLL_S)
+    asked = get(*server.address, "/health/ready")
+    for status in (503, 200):
+        while (await probe.send(asked)).status != status:  # noqa: ASYNC110  # elsewhere
+            await asyncio.sleep(POLL_S)
+    probe.close()
     return time.perf_counter() - killed
 
 
