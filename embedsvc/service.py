@@ -238,7 +238,7 @@ class Service:
         estimate = estimate_tokens(call.inputs, deployment.tokenizer.max_length)
         deadline = monotonic() + self._time_s(call, engine.own_s(n, estimate))
         try:
-            engine.admit(n, estimate, priority, deadline - monotonic(), call.key)
+            claim = engine.admit(n, estimate, priority, deadline - monotonic(), call.key)
         except (Overloaded, NotReady):
             deployment.metrics.texts["rejected"].inc(n)
             self._note_refusal(engine.queue_s)
@@ -251,9 +251,9 @@ class Service:
             dim = engine.model.dim
             request, sequences = request_of(encoded, dim, deadline, priority, call.key)
         except BaseException:
-            engine.admission.release(n, estimate, call.key)
+            engine.withdraw(claim)
             raise
-        engine.admission.adjust(tokens - estimate, call.key)
+        engine.confirm(claim, tokens)
         return request, sequences, sum(e.truncated for e in encoded)
 
     def _note_refusal(self, queue_s: float) -> None:

@@ -128,7 +128,7 @@ class Site:
         """Send a request; return when it may come back where it is refused."""
         engine = self.rig.engine
         try:
-            engine.admit(len(lengths), sum(lengths), priority, timeout_s, key)
+            claim = engine.admit(len(lengths), sum(lengths), priority, timeout_s, key)
         except Overloaded as refusal:
             return self.now + (refusal.retry_after_s or 0.0)
         deadline = self.now + timeout_s
@@ -136,6 +136,7 @@ class Site:
             lengths, deadline=deadline, arrival=self.now, priority=priority, key=key
         )
         request.settled = asyncio.get_running_loop().create_future()
+        engine.confirm(claim, sum(lengths))
         engine._ledger.enter(request, rows)
         engine.policy.add(rows, self.now)
         heapq.heappush(self._deadlines, (deadline, next(self._order), request))

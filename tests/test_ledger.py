@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
@@ -26,14 +27,31 @@ async def test_a_request_that_would_end_late_is_refused_with_a_time() -> None:
 
     with pytest.raises(Overloaded) as refusal:
         rig.engine.admit(1, 10, INTERACTIVE, left_s=queue_s)
-    rig.engine.admit(1, 10, INTERACTIVE, left_s=3 * queue_s)
+    claim = rig.engine.admit(1, 10, INTERACTIVE, left_s=3 * queue_s)
 
     late_s = queue_s * (RETRY_MARGIN - PROMISED_SHARE)
     assert refusal.value.retry_after_s == pytest.approx(max(1.0, late_s), rel=0.1)
-    rig.engine.admission.release(1, 10)
+    rig.engine.withdraw(claim)
     rig.engine.abandon(held)
     model.open(10)
     await asyncio.wait_for(rig.close(), 10)
+    assert rig.idle
+
+
+async def test_what_is_being_tokenized_counts_for_those_who_come() -> None:
+    """Of many requests at once only as many are admitted as can be done, none queued yet."""
+    rig = make_rig(GateModel())
+    claims = [rig.engine.admit(16, 1600, INTERACTIVE, left_s=1.0)]
+
+    with contextlib.suppress(Overloaded):
+        while len(claims) < 1000:
+            claims.append(rig.engine.admit(16, 1600, INTERACTIVE, left_s=1.0))
+
+    assert 0 < rig.engine.queue_s <= PROMISED_SHARE
+    assert len(claims) < 1000
+    for claim in claims:
+        rig.engine.withdraw(claim)
+    await rig.close()
     assert rig.idle
 
 
@@ -45,11 +63,12 @@ async def test_long_deadlines_are_promised_nearly_whole() -> None:
     queue_s = rig.engine.queue_s
     assert queue_s > 1.0
 
-    rig.engine.admit(1, 10, INTERACTIVE, left_s=(queue_s * 1.1 + 0.5) / PROMISED_LONG_SHARE)
+    left_s = (queue_s * 1.1 + 0.5) / PROMISED_LONG_SHARE
+    claim = rig.engine.admit(1, 10, INTERACTIVE, left_s)
     with pytest.raises(Overloaded):
         rig.engine.admit(1, 10, INTERACTIVE, left_s=(queue_s * 0.9 + 0.5) / PROMISED_LONG_SHARE)
 
-    rig.engine.admission.release(1, 10)
+    rig.engine.withdraw(claim)
     rig.engine.abandon(held)
     model.open(10)
     await rig.close()
@@ -63,11 +82,11 @@ async def test_a_query_is_not_priced_as_if_an_upload_went_first() -> None:
     upload = rig.send([100] * 1000, priority=BULK)
     queue_s = rig.engine.queue_s
 
-    rig.engine.admit(1, 100, INTERACTIVE, left_s=queue_s / 10)
+    claim = rig.engine.admit(1, 100, INTERACTIVE, left_s=queue_s / 10)
     with pytest.raises(Overloaded):
         rig.engine.admit(1, 100, BULK, left_s=queue_s / 10)
 
-    rig.engine.admission.release(1, 100)
+    rig.engine.withdraw(claim)
     rig.engine.abandon(upload)
     model.open(10)
     await rig.close()
@@ -78,9 +97,9 @@ async def test_an_idle_engine_admits_whatever_the_deadline() -> None:
     """On an idle server the prediction is no reason to refuse."""
     rig = make_rig()
 
-    rig.engine.admit(1000, 100_000, INTERACTIVE, left_s=0.001)
+    claim = rig.engine.admit(1000, 100_000, INTERACTIVE, left_s=0.001)
 
-    rig.engine.admission.release(1000, 100_000)
+    rig.engine.withdraw(claim)
     await rig.close()
 
 

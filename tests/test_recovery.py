@@ -319,8 +319,7 @@ async def test_deadlines_are_answered_while_the_model_is_away(rigs: Rigs, tmp_pa
 
 def admit(engine: Engine, left_s: float) -> None:
     """Ask for room for a short text."""
-    engine.admit(1, LENGTH, Priority.INTERACTIVE, left_s)
-    engine.admission.release(1, LENGTH)
+    engine.withdraw(engine.admit(1, LENGTH, Priority.INTERACTIVE, left_s))
 
 
 async def test_who_cannot_wait_for_the_model_is_told_when_to_come(

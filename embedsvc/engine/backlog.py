@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import mul
 
 from embedsvc.engine.sequence import NO_KEY, Key, Priority, Request
@@ -21,6 +22,27 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 RETRY_MARGIN = 1.1
 # Promises fall due in steps of so many seconds.
 STEP_S = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Room and time of a request that is admitted and not yet submitted: it is being tokenized.
+
+    Attributes:
+        key: whom it counts for.
+        priority: its share class.
+        rows: texts it holds room for.
+        tokens: their tokens, estimated.
+        width_class: of the mean text.
+        open_s: predicted slot seconds, not corrected.
+    """
+
+    key: Key
+    priority: Priority
+    rows: int
+    tokens: int
+    width_class: int
+    open_s: float
 
 
 class _Work:
@@ -66,18 +88,18 @@ class Backlog:
 
     # --- open requests ---------------------------------------------------------------------------
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Request | Claim) -> None:
         """Take in the open seconds of a request."""
         work = self._work[request.key]
         work.n_open[request.priority] += 1
         work.open_s[request.priority][request.width_class] += request.open_s
 
-    def release(self, request: Request, seconds: float) -> None:
+    def release(self, request: Request | Claim, seconds: float) -> None:
         """Take out some of a request's seconds."""
         by_class = self._work[request.key].open_s[request.priority]
         by_class[request.width_class] = max(0.0, by_class[request.width_class] - seconds)
 
-    def close(self, request: Request) -> None:
+    def close(self, request: Request | Claim) -> None:
         """Take out a request that has nothing open."""
         work = self._work[request.key]
         work.n_open[request.priority] -= 1

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Literal
 
 from embedsvc.engine.admission import Admission, promised_s
+from embedsvc.engine.backlog import Claim
 from embedsvc.engine.device import Device
 from embedsvc.engine.execution import Outcome, run_batch
 from embedsvc.engine.ledger import Ledger
@@ -127,29 +128,27 @@ class Engine:
 
     def admit(
         self, rows: int, tokens: int, priority: Priority, left_s: float, key: Key = NO_KEY
-    ) -> None:
+    ) -> Claim:
         """Reserve room for a request that is predicted to be done in time, all or nothing.
 
         Args:
             rows: texts of the request.
-            tokens: their tokens, estimated; `admission.adjust` corrects them once they are known.
+            tokens: their tokens, estimated.
             priority: share class.
             left_s: seconds until its deadline.
             key: whom it counts for.
+
+        Returns:
+            What is held until `confirm` or `withdraw`: those who come meanwhile know of it.
 
         Raises:
             NotReady: the engine has stopped, or its model is not expected back in time.
             Overloaded: a bound would be passed or the deadline would probably be missed.
         """
-        if self._phase not in ("starting", "ready"):
-            raise self._not_ready(1.0)
         ledger = self._ledger
         slot_s, own_s = ledger.slot_s(rows, tokens), self.own_s(rows, tokens)
         finish_s = ledger.backlog.finish_s(slot_s, priority, key)
-        if recovery_s := self._recovery.left_s():
-            if recovery_s + finish_s > left_s:
-                raise self._not_ready(self._recovery.retry_after_s())
-            left_s -= recovery_s
+        left_s -= self._back_in(left_s - finish_s)
         room_s = promised_s(left_s, self.policy.limits.max_age_s)
         try:
             if finish_s > max(room_s, own_s):
@@ -163,6 +162,30 @@ class Engine:
             room_s = min(room_s, finish_s - own_s)
             refusal.retry_after_s = ledger.backlog.invite(slot_s, priority, key, room_s)
             raise
+        return ledger.claim(rows, tokens, priority, key)
+
+    def _back_in(self, patience_s: float) -> float:
+        """Return the seconds until the model computes; 0 where it does.
+
+        Raises:
+            NotReady: the engine has stopped, or it takes longer than `patience_s`.
+        """
+        if self._phase not in ("starting", "ready"):
+            raise self._not_ready(1.0)
+        recovery_s = self._recovery.left_s()
+        if recovery_s > max(0.0, patience_s):
+            raise self._not_ready(self._recovery.retry_after_s())
+        return recovery_s
+
+    def confirm(self, claim: Claim, tokens: int) -> None:
+        """Correct the room of an admitted request to its real tokens; `submit` comes next."""
+        self.admission.adjust(tokens - claim.tokens, claim.key)
+        self._ledger.unclaim(claim)
+
+    def withdraw(self, claim: Claim) -> None:
+        """Give back all that an admitted request held, which is not submitted."""
+        self.admission.release(claim.rows, claim.tokens, claim.key)
+        self._ledger.unclaim(claim)
 
     def submit(self, request: Request, sequences: list[Sequence]) -> None:
         """Queue all rows of an admitted request; its `settled` is resolved in every case."""

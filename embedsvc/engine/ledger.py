@@ -11,10 +11,10 @@ from collections.abc import Callable
 from math import inf
 
 from embedsvc.engine.admission import Admission
-from embedsvc.engine.backlog import Backlog
+from embedsvc.engine.backlog import Backlog, Claim
 from embedsvc.engine.correction import Corrected, Correction, width_class
 from embedsvc.engine.execution import Failures
-from embedsvc.engine.sequence import Batch, Request, Sequence
+from embedsvc.engine.sequence import Batch, Key, Priority, Request, Sequence
 from embedsvc.errors import ClientGone, DeadlineExceeded, RequestError
 from embedsvc.metrics import VersionMetrics, length_class
 
@@ -59,6 +59,19 @@ class Ledger:
     def __len__(self) -> int:
         """Return the number of open requests."""
         return len(self._open)
+
+    def claim(self, rows: int, tokens: int, priority: Priority, key: Key) -> Claim:
+        """Take in the estimated work of a request whose room is reserved, until `unclaim`."""
+        mean_length = -(-tokens // rows)
+        open_s = rows * self._price(mean_length)
+        claim = Claim(key, priority, rows, tokens, width_class(mean_length), open_s)
+        self.backlog.enter(claim)
+        return claim
+
+    def unclaim(self, claim: Claim) -> None:
+        """Take out what was claimed: the request is entered next, or never."""
+        self.backlog.release(claim, claim.open_s)
+        self.backlog.close(claim)
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
         """Take in a request whose room is reserved; its `settled` is resolved in every case."""
