@@ -49,8 +49,8 @@ class CostModel:
         """Return the seconds of one of the rows of such a batch; `rows` may be infinite."""
         return max(self.floor / rows, self.c0 / rows + row_s)
 
-    def shares(self, rows: float, lengths: npt.NDArray[np.int64]) -> Floats:
-        """Return `share` for batches padded to each of the lengths."""
+    def shares(self, rows: float | Floats, lengths: npt.NDArray[np.int64]) -> Floats:
+        """Return `share` for batches of these rows padded to each of the lengths."""
         row_s = self.c1 + lengths * (self.c2 + self.c3 * lengths)
         return np.maximum(self.floor / rows, self.c0 / rows + row_s)
 

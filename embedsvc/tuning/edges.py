@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from embedsvc.engine.buckets import MAX_EDGES, WIDTH_STEP, Limits
 from embedsvc.engine.cost import CostModel, Floats
@@ -90,36 +91,34 @@ def bucket_prices(traffic: Traffic, cost: CostModel, limits: Limits, tops: Seque
     """
     m = len(tops)
     prices = np.full((m, m), np.inf)
-    bounds = [0, *tops]
-    for i in range(m):
-        for j in range(i, m):
-            counts = traffic.counts[bounds[i] + 1 : tops[j] + 1]
-            total = float(counts.sum())
-            prices[i, j] = (
-                total * _row_price(counts, total, bounds[i], tops[j], traffic, cost, limits)
-                if total > 0
-                else 0.0
-            )
+    ends, counts = _by_width(traffic.counts, tops)
+    widths = np.minimum(-(-ends // WIDTH_STEP) * WIDTH_STEP, limits.max_length)
+    up_to = np.concatenate([[0.0], np.cumsum(counts)])
+    bounds = np.searchsorted(ends, [0, *tops], side="right")
+    most_rows = np.array([float(limits.rows(top)) for top in tops])
+    for i, start in enumerate(bounds[:-1]):
+        totals = up_to[bounds[i + 1 :]] - up_to[start]
+        held = np.where(totals > 0, totals, 1.0)
+        arrive = traffic.rate * traffic.window_s * held / up_to[-1]
+        rows = np.minimum(most_rows[i:], np.maximum(1.0, arrive))
+        if traffic.static_shapes:
+            row_s = cost.shares(rows, np.array(tops[i:]))
+        else:
+            # P(longest of b <= l) = P(one <= l)^b; by logarithms, which are a vector each.
+            one = np.log(up_to[start + 1 :] - up_to[start]) - np.log(held)[:, None]
+            longest = np.diff(np.exp(np.minimum(rows[:, None] * one, 0.0)), axis=1, prepend=0.0)
+            row_s = (longest * cost.shares(rows[:, None], widths[start:])).sum(axis=1)
+        prices[i, i:] = totals * row_s
     return prices
 
 
-def _row_price(
-    counts: Counts,
-    total: float,
-    below: int,
-    top: int,
-    traffic: Traffic,
-    cost: CostModel,
-    limits: Limits,
-) -> float:
-    """Return the predicted slot seconds of one row of a bucket `(below, top]`."""
-    share = total / float(traffic.counts.sum())
-    rows = min(float(limits.rows(top)), max(1.0, traffic.rate * share * traffic.window_s))
-    if traffic.static_shapes:
-        return cost.share(rows, cost.row(top))
-    # P(longest of b <= l) = P(one <= l)^b, widths rounded up as batches are.
-    cumulative = np.cumsum(counts) / total
-    longest = np.diff(cumulative**rows, prepend=0.0)
-    lengths = np.arange(below + 1, below + 1 + len(counts))
-    widths = np.minimum(-(-lengths // WIDTH_STEP) * WIDTH_STEP, limits.max_length)
-    return float(longest @ cost.shares(rows, widths))
+def _by_width(counts: Counts, tops: Sequence[int]) -> tuple[npt.NDArray[np.int64], Counts]:
+    """Group lengths that are in the same bucket and padded to the same width, whatever the edges.
+
+    Returns:
+        The last length of each group that has texts, and its texts.
+    """
+    longest = len(counts) - 1
+    ends = np.union1d(np.arange(WIDTH_STEP, longest, WIDTH_STEP), [*tops, longest])
+    texts = np.add.reduceat(counts, np.concatenate([[1], ends[:-1] + 1]))
+    return ends[texts > 0], texts[texts > 0]
