@@ -93,7 +93,7 @@ def cost_chart(cost: CostModel, limits: Limits) -> str:
             cell = (place + 1, low - high + 1, place + wide - 1, low - 1)
             parts.append(axes.box(f"cell {shade}", *cell, hint))
             words = milliseconds(cost(n_rows, length))
-            kind = "number" if fits else "number over"
+            kind = "inside" if fits else "number over"
             parts.append(axes.text(place + wide / 2, low - high / 2 + 4, words, kind=kind))
     parts += [
         axes.text(left + (j + 0.5) * wide, bottom + 20, str(length))

@@ -30,6 +30,7 @@ th, td { border-bottom: 1px solid var(--rule); padding: 4px 16px 4px 0; text-ali
 pre { background: rgba(128, 128, 128, .1); border-radius: 6px; font-size: 13px; overflow-x: auto;
   padding: 12px }
 svg text { fill: var(--weak); font-size: 11px } svg .label { fill: var(--text); font-size: 12px }
+svg .inside { fill: var(--text) }
 svg .key { font-size: 11px } svg text.over { opacity: .45 }
 .grid, .tick { stroke: var(--rule); fill: none } .axis { stroke: var(--weak); fill: none }
 .bar { fill: var(--bar) } polyline { fill: none }
