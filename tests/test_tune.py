@@ -33,6 +33,9 @@ from tests.http_real import NAME, RealService, config_of
 from tests.http_wire import serving
 from tests.test_cli import embedsvc
 
+# Loads a server and the tuner, measures, and simulates; on a busy machine more than the usual 20 s.
+pytestmark = pytest.mark.timeout(60)
+
 QUICK = ("--simulated", "150", "--log-level", "error")
 MEASURED = Series("8 at 2 ms", [Point(77.7, 71.25, 60.0, 3.5, 0.25, 0.0423, 0.331, None, 5, 0)])
 
@@ -177,13 +180,11 @@ def test_equal_inputs_give_equal_outputs(folder: Path, run: Run) -> None:
 async def test_the_lengths_of_a_live_server_come_back(tmp_path: Path) -> None:
     """What a server embedded is what is tuned for, read from its `/metrics`; buckets are fixed."""
     service = RealService(auto_config(tmp_path))
-    await service.start()
     async with serving(service) as site:
         texts = ["word " * n for n in (3, 9, 30) for _ in range(50)]
         lengths = (await service.embed(EmbedCall(NAME, texts))).prompt_tokens
         host, port = site.listener.getsockname()
         found = await asyncio.to_thread(from_server, tmp_path, f"{host}:{port}")
-    await service.stop()
 
     counts = found.found.ground.lengths
     held = {range(1, 9): 50, range(9, 17): 50, range(25, 41): 50}
