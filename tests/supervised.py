@@ -97,7 +97,8 @@ class Load(threading.Thread):
     def run(self) -> None:
         """Ask."""
         try:
-            while not self.stop.is_set():
+            # Leaves the processors to those that start meanwhile.
+            while not self.stop.wait(0.005):
                 self._client.embed()
                 self.answers += 1
         except (OSError, http.client.HTTPException, AssertionError, LookupError) as error:

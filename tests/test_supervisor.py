@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from embedsvc.supervisor.backoff import MOST_S, STABLE_S, Backoff
 from tests.http_wire import post
 from tests.supervised import (
     NOWHERE,
@@ -172,25 +171,6 @@ def test_a_workers_death_costs_its_own_connections_and_nothing_else(
     assert psutil.Process(server.child.pid).num_fds() == server.n_files
     kept.close()
     lost.close()
-
-
-@pytest.mark.parametrize("lived_s", [0.0, STABLE_S - 1])
-def test_pauses_double_up_to_a_limit(lived_s: float) -> None:
-    """While nothing lives for long."""
-    backoff = Backoff()
-    pauses = [backoff.pause_s(lived_s) for _ in range(8)]
-
-    assert pauses == [0, 1, 2, 4, 8, 16, MOST_S, MOST_S]
-
-
-def test_a_long_life_forgets_earlier_deaths() -> None:
-    """The next one is started at once."""
-    backoff = Backoff()
-    for _ in range(5):
-        backoff.pause_s(0.0)
-
-    assert backoff.pause_s(STABLE_S) == 0
-    assert backoff.pause_s(0.0) == 1
 
 
 # --- SIGHUP --------------------------------------------------------------------------------------

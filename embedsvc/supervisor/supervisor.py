@@ -17,11 +17,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from embedsvc.config import Config, ServerConfig
+from embedsvc.engine.recovery import HEALTHY_S, PATIENCE
 from embedsvc.errors import ConfigError, StartError
 from embedsvc.http.signals import END_SIGNALS, next_one_kills
 from embedsvc.http.sockets import allow_many_connections, listen_together, url_of
 from embedsvc.metrics import Metrics
-from embedsvc.supervisor.backoff import Backoff
 from embedsvc.supervisor.child import Child, in_words
 from embedsvc.supervisor.messages import AllMetrics, Drain, Retire
 from embedsvc.supervisor.sharing import Sharing
@@ -182,7 +182,7 @@ class Supervisor:
 
     async def _keep(self, number: int) -> None:
         """Replace whoever has a place when it dies."""
-        backoff = Backoff()
+        pauses = PATIENCE.pauses()
         while True:
             child = self._places[number]
             await asyncio.wait([child.ended])
@@ -191,17 +191,18 @@ class Supervisor:
             self._metrics.worker_deaths.inc()
             self._assign()
             why = f"died: {in_words(child.ended.result())}"
-            lived_s = child.ready_s
+            if child.ready_s >= HEALTHY_S:
+                pauses = PATIENCE.pauses()
             while self._places[number] is child:
-                pause_s = backoff.pause_s(lived_s)
-                log.error("worker %d %s; another one starts in %.0f s", number, why, pause_s)
+                pause_s = next(pauses)
+                log.error("worker %d %s; another one starts in %.1f s", number, why, pause_s)
                 await asyncio.sleep(pause_s)
                 async with self._starting[number]:
                     if self._places[number] is child:
                         try:
                             await self._succeed(number, self._config)
                         except StartError as error:
-                            why, lived_s = f"could not be started: {error}", 0.0
+                            why = f"could not be started: {error}"
 
     async def _renew_when_told(self) -> None:
         while True:
