@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from embedsvc.cli import main
 from embedsvc.configfile import load
+from tests.terminal import embedsvc
 
 HEAVY = {"torch", "transformers", "litestar", "uvicorn", "numpy", "msgspec"}
-
-
-@pytest.fixture(autouse=True)
-def _log_level() -> Iterator[None]:
-    """Undo what commands run in this process do to the log level."""
-    yield
-    logging.getLogger("embedsvc").setLevel(logging.NOTSET)
-
-
-def embedsvc(*arguments: str | Path, **environment: str) -> tuple[int, str, str]:
-    """Run the command in this process; return its exit status, stdout and stderr."""
-    done = CliRunner().invoke(main, [str(a) for a in arguments], env=environment)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stdout, done.stderr
 
 
 def test_help_needs_nothing_heavy() -> None:

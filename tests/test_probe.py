@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from typing import cast
 
 import pytest
-from click.testing import CliRunner
 
-from embedsvc.cli import main
 from embedsvc.http.server import Server
 from embedsvc.service import Service
 from tests.http_fakes import FakeService
+from tests.terminal import embedsvc
 
 pytest_plugins = ["tests.http_fixtures"]
 
@@ -35,9 +34,7 @@ async def port(service: FakeService) -> AsyncIterator[int]:
 
 def health(port: int, **environment: str) -> tuple[int, str, str]:
     """Run `embedsvc health`; return its exit status, stdout and stderr."""
-    variables = {"EMBEDSVC_PORT": str(port), **environment}
-    done = CliRunner().invoke(main, ["health"], env=variables)
-    return done.exit_code, done.stdout, done.stderr
+    return embedsvc("health", **{"EMBEDSVC_PORT": str(port), **environment})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

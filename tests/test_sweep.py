@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,12 +18,12 @@ from embedsvc.bench.serving import served
 from embedsvc.bench.study import corrected, study
 from embedsvc.bench.sweep import Load, classic_settings, measure, point_of
 from embedsvc.bench.texts import builtin_texts
-from embedsvc.cli import main
 from embedsvc.config import BatchingConfig
 from embedsvc.configfile import load
 from embedsvc.engine.cost import CostModel
 from embedsvc.metrics import WIDTH_CLASS_NAMES
 from embedsvc.tuning.predict import Point, Series
+from tests.terminal import embedsvc
 
 POINT = Point(
     rate=100.0,
@@ -149,8 +148,7 @@ def test_corrections_scale_the_cost(factor: float, max_length: int) -> None:
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, ["bench", "sweep", *map(str, arguments)])
-    return done.exit_code, done.stdout, done.stderr
+    return embedsvc("bench", "sweep", *arguments)
 
 
 @pytest.mark.parametrize("rates", ["0", "x", "10,,20", "10,nan", "inf", "-1"])
