@@ -31,7 +31,7 @@ from embedsvc.tuning.predict import Point, Series
 from embedsvc.tuning.sources import Source
 from tests.http_real import NAME, RealService, config_of
 from tests.http_wire import serving
-from tests.test_cli import embedsvc
+from tests.terminal import embedsvc
 
 # Loads a server and the tuner, measures, and simulates; on a busy machine more than the usual 20 s.
 pytestmark = pytest.mark.timeout(60)
