@@ -165,7 +165,7 @@ class _VersionFamilies:
         self.cost = self._gauge(
             "cost_seconds",
             "Fitted cost: seconds of a batch (c0), a row (c1), a padded token (c2), a padded token "
-            "squared (c3), and of any batch at least (floor).",
+            "squared (c3), of any batch at least (floor), and more after a rest (cold).",
             "term",
         )
         self.cost_correction = self._gauge(

@@ -65,6 +65,24 @@ class SlowSpellModel(ClockModel):
         self.now += 9 * (self.now - began) if slow else 0.0
 
 
+@dataclass
+class SleepyModel(ClockModel):
+    """A batch after a rest takes two milliseconds longer."""
+
+    rested: bool = False
+
+    def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
+        """Take virtual time."""
+        super().forward(buffer, rows, length)
+        self.now += 2e-3 if self.rested else 0.0
+        self.rested = False
+
+    def rest(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        self.now += seconds
+        self.rested = True
+
+
 @pytest.fixture
 def device() -> Iterator[Device]:
     """One slot, so that virtual time has one owner."""
@@ -104,6 +122,18 @@ def test_a_model_of_short_texts_has_nothing_to_be_judged_by(device: Device) -> N
     found = calibrate(model, device, 256, time_limit_s=60, clock=model.clock)
 
     assert found.held_out_error is None
+
+
+def test_what_a_rest_costs_is_a_term_of_its_own(device: Device) -> None:
+    """It is measured beside the others and does not change them."""
+    model, awake = SleepyModel(), ClockModel()
+
+    found = calibrate(model, device, 256, 60, clock=model.clock, rest=model.rest).cost
+    without = calibrate(awake, device, 256, 60, clock=awake.clock, rest=lambda _: None).cost
+
+    assert found.cold == pytest.approx(2e-3)
+    assert without.cold == pytest.approx(0.0, abs=1e-9)
+    assert found(3, 24) == pytest.approx(without(3, 24))
 
 
 def test_first_calls_do_not_count(device: Device) -> None:

@@ -34,6 +34,25 @@ def test_as_many_slots_as_configured(device: Device) -> None:
     assert device.acquire(0.0)
 
 
+def test_a_device_is_at_rest_a_while_after_its_last_batch() -> None:
+    """Before the first batch, too; never while another batch runs."""
+    now = 0.0
+    device = Device("cpu", slots=2, clock=lambda: now)
+    seen = []
+    for pause_s in (0.0, 0.001, 1.0):
+        now += pause_s
+        device.acquire(0.0)
+        seen.append(device.rested)
+        device.release()
+    now += 1.0
+    device.acquire(0.0)
+    device.acquire(0.0)
+
+    assert [*seen, device.rested] == [True, False, True, False]
+
+    device.close()
+
+
 def test_a_thread_outlives_what_fails_on_it(device: Device) -> None:
     """A failure is logged, and the thread takes the next piece of work."""
     for _ in range(4):

@@ -102,6 +102,15 @@ def test_expired_texts_are_counted_and_never_computed() -> None:
     assert sum(rows for rows, _, _ in outcome.batches) == 2
 
 
+def test_a_batch_that_finds_the_device_at_rest_takes_longer() -> None:
+    """One right behind another does not."""
+    arrivals = [Arrival(1.0, (8,)), Arrival(1.05, (8,)), Arrival(3.0, (8,))]
+
+    outcome = replay(arrivals, learned(), 1, lambda rows, length: 0.1, cold_s=0.01)
+
+    assert [one.latency_s for one in outcome.served] == pytest.approx([0.11, 0.16, 0.11])
+
+
 def test_recorded_times_are_stretched_to_the_rate() -> None:
     """A trace keeps its shape at another rate."""
     arrivals = list(scaled([5] * 4, [10.0, 11.0, 11.5, 14.0], rate=10.0))

@@ -87,7 +87,7 @@ def give_costs(config: Config) -> None:
     measured_divisions(config, of_model, model, cache)
     for path in cache.directory.glob("*.json"):
         stored = json.loads(path.read_bytes())
-        if stored["key"]["kind"] == "cost":
+        if stored["key"]["kind"] == "batch cost":
             cost = CostModel(3e-3, 1e-4, 52e-6, 4e-8)
             stored["value"] = msgspec.to_builtins(Calibration(cost, 512, 0.06))
             path.write_text(json.dumps(stored))

@@ -21,13 +21,13 @@ def test_a_cost_is_told_in_units_that_can_be_read() -> None:
     )
 
 
-def test_a_floor_is_told_where_there_is_one() -> None:
+def test_floor_and_rest_are_told_where_they_cost() -> None:
     """A model too short to be judged says nothing of its error."""
-    cost = CostModel(1e-3, 0.0, 1e-6, 0.0, floor=2.5e-3)
+    cost = CostModel(1e-3, 0.0, 1e-6, 0.0, floor=2.5e-3, cold=1.5e-3)
 
     line = in_units(Calibration(cost, 4096, None), 2, 8)
 
-    assert "token squared, at least 2.5 ms; max_batch_tokens" in line
+    assert "token squared, at least 2.5 ms, 1.5 ms more after a rest; max_batch_tokens" in line
 
 
 def test_weightless_vectors_are_not_verified(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import statistics
-from dataclasses import dataclass
-from time import perf_counter
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -28,8 +29,10 @@ from embedsvc.metrics import WIDTH_CLASS_NAMES, WIDTH_CLASSES
 from embedsvc.tuning.predict import CLIENTS, Plan, counts_of, saturation
 
 N_PROBES = 20
-# Calls of clients in a closed loop from which the server learns to correct its costs.
+# Calls of clients in a closed loop that tell how many it takes for some seconds.
 N_WARM_UP = 256
+# Part of a saturated run in which all clients are there.
+FULL = (0.25, 0.75)
 TEXTS_PER_CALL = 256
 ROWS = (1, 4, 16)
 _INFERENCE = re.compile(rb"server-timing: .*inference;dur=([\d.]+)")
@@ -42,7 +45,7 @@ class Study:
     Attributes:
         max_length: of the model, in tokens.
         lengths: tokens of each text.
-        cost: seconds of a batch on the loaded server.
+        cost: seconds that a batch keeps a slot of the loaded server, up to the next batch.
         overhead_s: seconds of a lone call that it is not on the device.
         saturation: measured texts per second of `CLIENTS` in a closed loop.
         predicted: the same, predicted.
@@ -73,12 +76,37 @@ def study(server: Server, texts: list[str], batching: BatchingConfig, seconds: f
     max_length = plan.limits.max_length
     lengths = uvloop.run(_lengths(server, texts, max_length))
     overhead_s = uvloop.run(_overhead_s(server, texts, told["dim"]))
-    before = _saturated(server, texts, told["dim"], N_WARM_UP)
-    samples = uvloop.run(scrape(server.address))
+    first = _saturated(server, texts, told["dim"], N_WARM_UP)
+    n_calls = max(N_WARM_UP, round(first * seconds))
+    pause_s, samples = _turnaround(server, texts, told["dim"], n_calls, n_calls / first, plan.slots)
     cost = corrected(CostModel(**told["cost"]), samples, max_length)
-    measured = _saturated(server, texts, told["dim"], max(N_WARM_UP, round(before * seconds)))
+    cost = replace(cost, c0=cost.c0 + pause_s)
+    measured = _saturated(server, texts, told["dim"], n_calls)
     predicted = saturation(counts_of(lengths, max_length), cost, plan, CLIENTS)
     return Study(max_length, lengths, cost, overhead_s, measured, predicted)
+
+
+def _turnaround(
+    server: Server, texts: list[str], dim: int, n_calls: int, seconds: float, slots: int
+) -> tuple[float, Samples]:
+    """Saturate a server for about some seconds, from which it learns to correct its costs.
+
+    Returns:
+        The seconds that a slot is free between two batches, and the server's metrics.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(_saturated, server, texts, dim, n_calls)
+        time.sleep(FULL[0] * seconds)
+        before, began = uvloop.run(scrape(server.address)), time.perf_counter()
+        time.sleep((FULL[1] - FULL[0]) * seconds)
+        after, ended = uvloop.run(scrape(server.address)), time.perf_counter()
+        run.result()
+    busy_s, batches = (
+        after.total(name) - before.total(name)
+        for name in ("embedsvc_slot_busy_seconds_total", "embedsvc_batch_rows_count")
+    )
+    free_s = slots * (ended - began) - busy_s
+    return max(0.0, free_s / batches) if batches else 0.0, uvloop.run(scrape(server.address))
 
 
 def _saturated(server: Server, texts: list[str], dim: int, n_calls: int) -> float:
@@ -115,7 +143,7 @@ def corrected(cost: CostModel, samples: Samples, max_length: int) -> CostModel:
         name = WIDTH_CLASS_NAMES[width_class(width)]
         factor = samples.total("embedsvc_cost_correction", width=name, quantile="0.5")
         batches += [Observation(rows, width, cost(rows, width) * factor) for rows in ROWS]
-    return fit(batches, floor=cost.floor > 0)
+    return replace(fit(batches, floor=cost.floor > 0), cold=cost.cold)
 
 
 async def _lengths(server: Server, texts: list[str], max_length: int) -> list[int]:
@@ -140,9 +168,9 @@ async def _overhead_s(server: Server, texts: list[str], dim: int) -> float:
     overheads = []
     for text in texts[:N_PROBES]:
         request = post(*server.address, "/v1/embeddings", embeddings_body(server.model, [text]))
-        began = perf_counter()
+        began = time.perf_counter()
         answer = await connection.send(request)
-        seconds = perf_counter() - began
+        seconds = time.perf_counter() - began
         inference = _INFERENCE.search(answer.head)
         if answer.status != 200 or inference is None:
             raise ReplyError(f"status {answer.status}: {answer.body!r:.200}")

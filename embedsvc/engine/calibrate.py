@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean, median
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -37,6 +37,9 @@ FEW_ROWS = (1, 4)
 # Shapes (rows, length) that the fit is judged by, between those it is made from.
 HELD_OUT = ((1, 24), (2, 80), (3, 32), (2, 200), (6, 40), (12, 24))
 HELD_OUT_SHARE = 0.25
+# Shapes of lone batches on a device at rest, as light traffic makes them, and the rest before each.
+COLD = ((1, 16), (1, 64))
+COLD_REST_S = 0.02
 # Calls of a shape that count, after the first.
 ROUNDS = 3
 SMALLEST_BUDGET, LARGEST_BUDGET = 512, 65_536
@@ -70,6 +73,7 @@ def calibrate(
     max_rows: int,
     time_limit_s: float,
     clock: Callable[[], float] = perf_counter,
+    rest: Callable[[float], object] = sleep,
 ) -> Calibration:
     """Measure batches of growing size until the rate stops growing, memory or time is up.
 
@@ -79,6 +83,7 @@ def calibrate(
         max_rows: row limit of a batch.
         time_limit_s: no new budget is started after it.
         clock: seconds.
+        rest: lets so many seconds pass.
 
     Raises:
         ConfigError: not even one row fits; names max_length.
@@ -103,7 +108,30 @@ def calibrate(
     cost = fit(observations, floor=model.device != "cpu")
     held_out = [(min(r, max_rows), length) for r, length in HELD_OUT if length < model.max_length]
     judged = _observe(model, device, held_out, clock, clock() + HELD_OUT_SHARE * time_limit_s)
-    return Calibration(cost, _smallest_good(rate_by_budget), _median_error(cost, judged))
+    return Calibration(
+        replace(cost, cold=_cold_s(model, device, clock, rest)),
+        _smallest_good(rate_by_budget),
+        _median_error(cost, judged),
+    )
+
+
+def _cold_s(
+    model: Model, device: Device, clock: Callable[[], float], rest: Callable[[float], object]
+) -> float:
+    """Return how many seconds more a lone batch takes on a device at rest than on a busy one."""
+    longer = []
+    for rows, length in COLD:
+        if length > model.max_length:
+            continue
+        buffers = slot_buffers(model, device, rows, length)
+        for _ in range(ROUNDS):
+            busy = fmean(run_on_slots(model, device, buffers, rows, length, clock))
+            if busy > SLOW_BATCH_S:
+                break
+            rest(COLD_REST_S)
+            alone = device.submit(run_once, model, buffers[0], rows, length, clock).result()
+            longer.append(alone - busy)
+    return max(0.0, median(longer)) if longer else 0.0
 
 
 def _median_error(cost: CostModel, observations: list[Observation]) -> float | None:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+# A device is at rest once nothing has run on it for so long.
+REST_S = 0.005
 # A floor must leave this share of the squared error at most, or there is none.
 FLOOR_ERROR = 0.5
 
@@ -24,7 +26,8 @@ class CostModel:
 
     c0 is the price of a batch, c1 of a row, c2 of a padded token, c3 of a pair of padded tokens in
     one row (attention); none is negative. Launching its kernels takes a GPU the time of the floor,
-    however small the batch; a CPU has none.
+    however small the batch; a CPU has none. A batch that finds the device at rest takes `cold`
+    seconds more: caches are others' by then, and clocks are low.
     """
 
     c0: float
@@ -32,6 +35,7 @@ class CostModel:
     c2: float
     c3: float
     floor: float = 0.0
+    cold: float = 0.0
 
     def __call__(self, rows: int, length: int) -> float:
         """Return the predicted seconds of a batch of `rows` padded to `length` tokens."""

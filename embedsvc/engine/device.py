@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from math import inf
 from queue import SimpleQueue
+from time import monotonic
 from typing import ParamSpec, TypeVar, TypeVarTuple
 
+from embedsvc.engine.cost import REST_S
 from embedsvc.engine.slots import OwnSlots, Slots
 from embedsvc.models.threads import set_batch_threads
 
@@ -30,11 +33,20 @@ class Device:
         name: as in the configuration, e.g. `cpu`, `cuda:0`.
         slots: batches at once, or where they are counted.
         threads_per_slot: CPU threads of one batch.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, name: str, slots: int | Slots, threads_per_slot: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: int | Slots,
+        threads_per_slot: int = 1,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self.name = name
         self.threads_per_slot = threads_per_slot
+        self._clock = clock
+        self._released_at = -inf
         self._slots: Slots = OwnSlots(slots) if isinstance(slots, int) else slots
         self._work: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]
         self._work = SimpleQueue()
@@ -65,12 +77,18 @@ class Device:
         """Slots not taken."""
         return self._slots.free
 
+    @property
+    def rested(self) -> bool:
+        """Whether nothing ran for a while, as far as is known here, before its only taken slot."""
+        return self.free == self.slots - 1 and self._clock() - self._released_at > REST_S
+
     def acquire(self, timeout_s: float) -> bool:
         """Take a slot, waiting at most `timeout_s` seconds; say whether it was taken."""
         return self._slots.acquire(timeout_s)
 
     def release(self) -> None:
         """Give a slot back."""
+        self._released_at = self._clock()
         self._slots.release()
 
     def alone(self) -> AbstractContextManager[None]:

@@ -60,7 +60,7 @@ def calibration(
         key: of `measurement_key`.
     """
     key = {
-        "kind": "cost",
+        "kind": "batch cost",
         "slots": device.slots,
         "threads": device.threads_per_slot,
         "max_length": model.max_length,

@@ -90,6 +90,9 @@ class Scheduler:
             choice = self._recovery.next() or self._policy.next(now, self._device.free + 1)
             if not isinstance(choice, Batch):
                 return choice
+            # What is tried again was not predicted.
+            if choice.predicted_s > 0 and self._device.rested:
+                choice.predicted_s += self._policy.cost.cold
             launched = True
             self._launch(choice)
             return inf

@@ -212,15 +212,19 @@ def _measured(found: Findings) -> Table:
 
 def _costs(ground: Ground) -> Table:
     head = ["slots x threads", "a batch, ms", "a row, µs", "a token, µs", "a token squared, ns",
-            "at least, ms", "median error", "max_batch_tokens auto"]  # fmt: skip
+            "at least, ms", "rested, ms", "median error", "max_batch_tokens auto"]  # fmt: skip
     rows = []
     for measured in ground.divisions:
         cost, error = measured.found.cost, measured.found.held_out_error
-        terms = [1e3 * cost.c0, 1e6 * cost.c1, 1e6 * cost.c2, 1e9 * cost.c3, 1e3 * cost.floor]
+        terms = [1e3 * cost.c0, 1e6 * cost.c1, 1e6 * cost.c2, 1e9 * cost.c3]
+        terms += [1e3 * cost.floor, 1e3 * cost.cold]
         known = ABSENT if error is None else f"{error:.1%}"
         budget = str(measured.found.max_batch_tokens)
         rows.append([shown(measured.division), *(f"{t:.3g}" for t in terms), known, budget])
-    note = "Measured with all slots busy, padding counted; the error is of shapes not fitted."
+    note = (
+        "Measured with all slots busy, padding counted; rested: more for a batch that finds the "
+        "device at rest; the error is of shapes not fitted."
+    )
     return Table("Cost of a batch", head, rows, note)
 
 

@@ -138,7 +138,7 @@ def predict_arrivals(
 ) -> Point:
     """Return what happens to single texts that arrive at known times; arguments as of `predict`."""
     chooser = Admitting(plan, cost, timeout_s)
-    outcome = replay(arrivals, chooser, plan.slots, cost)
+    outcome = replay(arrivals, chooser, plan.slots, cost, cold_s=cost.cold)
     seconds = max(outcome.end, arrivals[-1].at)
     waits = np.array([text.latency_s for text in outcome.served]) + overhead_s
     short = waits[[text.length <= SHORT_TOKENS for text in outcome.served]]

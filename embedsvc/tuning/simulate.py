@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embedsvc.engine.buckets import Limits, padded_width
-from embedsvc.engine.cost import CostModel
+from embedsvc.engine.cost import REST_S, CostModel
 from embedsvc.engine.sequence import NO_KEY, Batch, Key, Priority, Request, Sequence
 
 Cost = Callable[[int, int], float]
@@ -106,10 +106,11 @@ class Outcome:
 class _Simulation:
     """The state of one replay: a clock, slots, and batches in flight."""
 
-    def __init__(self, chooser: Chooser, slots: int, cost: Cost) -> None:
+    def __init__(self, chooser: Chooser, slots: int, cost: Cost, cold_s: float = 0.0) -> None:
         self.chooser = chooser
         self.free = slots
         self.cost = cost
+        self.cold_s = cold_s
         self.now = 0.0
         self.ask_again = inf
         self.outcome = Outcome()
@@ -137,6 +138,8 @@ class _Simulation:
                 return
             self.free -= 1
             done = self.now + self.cost(choice.rows, choice.length)
+            if not self._running and self.now - self.outcome.end > REST_S:
+                done += self.cold_s
             n = len(self.outcome.batches)
             heapq.heappush(self._running, (done, n, choice))
             self.outcome.batches.append((choice.rows, choice.length, self.now))
@@ -174,6 +177,7 @@ def replay(
     slots: int,
     cost: Cost,
     on_arrival: Callable[[Arrival], None] = lambda _: None,
+    cold_s: float = 0.0,
 ) -> Outcome:
     """Run arrivals, in order of time, through a chooser.
 
@@ -183,8 +187,9 @@ def replay(
         slots: batches at once.
         cost: true seconds of a batch of (rows, width).
         on_arrival: told each request before it is queued; may change the chooser.
+        cold_s: seconds more of a batch that finds the device at rest.
     """
-    simulation = _Simulation(chooser, slots, cost)
+    simulation = _Simulation(chooser, slots, cost, cold_s)
     coming = iter(arrivals)
     arrival = next(coming, None)
     n_texts = 0
