@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
 
@@ -235,12 +236,17 @@ def uploads(rng: random.Random, n: int = 40) -> Iterator[Asker]:
         yield Asker([rng.randint(4, 128) for _ in range(n)], BULK)
 
 
+def calls(rng: random.Random) -> Iterator[Asker]:
+    while True:
+        yield Asker([one.lengths[0] for one in islice(singles(rng), 16)])
+
+
 def both(rng: random.Random) -> Iterator[Asker]:
     for single in singles(rng):
         yield single if rng.random() < 0.98 else next(uploads(rng))
 
 
-KINDS = {"singles": singles, "uploads": uploads, "both": both}
+KINDS = {"singles": singles, "uploads": uploads, "calls": calls, "both": both}
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.05])

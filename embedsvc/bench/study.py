@@ -10,6 +10,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
 import msgspec
@@ -24,9 +25,11 @@ from embedsvc.config import BatchingConfig
 from embedsvc.engine.buckets import Limits
 from embedsvc.engine.correction import width_class
 from embedsvc.engine.cost import CostModel, Observation, fit
+from embedsvc.engine.policy import Policy
 from embedsvc.errors import EmbedsvcError
 from embedsvc.metrics import WIDTH_CLASS_NAMES, WIDTH_CLASSES
-from embedsvc.tuning.predict import CLIENTS, Plan, counts_of, saturation
+from embedsvc.tuning.predict import CLIENTS, Plan
+from embedsvc.tuning.simulate import closed_loop
 
 N_PROBES = 20
 # Calls of clients in a closed loop that tell how many it takes for some seconds.
@@ -82,7 +85,9 @@ def study(server: Server, texts: list[str], batching: BatchingConfig, seconds: f
     cost = corrected(CostModel(**told["cost"]), samples, max_length)
     cost = replace(cost, c0=cost.c0 + pause_s)
     measured = _saturated(server, texts, told["dim"], n_calls)
-    predicted = saturation(counts_of(lengths, max_length), cost, plan, CLIENTS)
+    again = islice(cycle(lengths), n_calls)
+    policy = Policy(plan.edges, cost, plan.limits)
+    predicted = n_calls / closed_loop(again, CLIENTS, policy, plan.slots, cost).end
     return Study(max_length, lengths, cost, overhead_s, measured, predicted)
 
 
