@@ -200,8 +200,8 @@ class VersionConfig(Section, frozen=True):
         bool | Auto,
         Meta(
             description="Run the model in a process of its own, which is started again where it "
-            "dies or hangs while requests wait; `auto` does so on a GPU, and where there are "
-            "several workers, which share it. Linux only."
+            "dies or hangs while requests wait, and which several workers share. `auto` does so on "
+            "Linux, and elsewhere cannot."
         ),
     ] = "auto"
     max_length: Annotated[

@@ -39,6 +39,7 @@ from tests.isolated import PoisonedModel, embed, spec_of
 WAIT_S = 60.0
 NOWHERE = "/nowhere"
 N_WORKERS = 2
+SILENT_S = 4.0
 
 
 class Worker(NamedTuple):
@@ -280,7 +281,7 @@ def main() -> None:
 
     try:
         command = [sys.executable, "-P", "-m", "tests.supervised", "worker"]
-        supervise(load_again(), command, load_again, say_ready)
+        supervise(load_again(), command, load_again, say_ready, silent_s=SILENT_S)
     except StartError as error:
         sys.exit(str(error))
 

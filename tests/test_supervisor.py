@@ -173,6 +173,22 @@ def test_a_workers_death_costs_its_own_connections_and_nothing_else(
     lost.close()
 
 
+def test_a_worker_that_hangs_is_replaced(server: Supervised, address: tuple[str, int]) -> None:
+    """Its process is there and does nothing any more; what it had counted stays."""
+    (kept, survivor), (lost, victim) = one_of_each(address).values()
+    lost.embed()
+    before = kept.metric(REQUESTS)
+    os.kill(victim.pid, signal.SIGSTOP)
+
+    server.said(rf"worker {victim.number} answers nothing")
+    again = server.said(rf"worker ready number={victim.number} pid=(\d+)")
+
+    assert {worker.pid for worker in workers(address)} == {survivor.pid, int(again[1])}
+    assert kept.metric(REQUESTS) >= before
+    kept.close()
+    lost.close()
+
+
 # --- SIGHUP --------------------------------------------------------------------------------------
 
 

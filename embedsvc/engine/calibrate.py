@@ -7,7 +7,7 @@ loaded server runs. Knows the model only through `forward`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -93,26 +93,39 @@ def calibrate(
     few = [(min(rows, max_rows), length) for rows in FEW_ROWS for length in lengths]
     observations = _observe(model, device, few, clock, until)
     rate_by_budget: dict[int, float] = {}
-    best, budget = 0.0, SMALLEST_BUDGET
+    for budget, seen in _growing(model, device, lengths, max_rows, clock, until):
+        observations += seen
+        rate_by_budget[budget] = fmean(o.rows * o.length / o.seconds for o in seen)
+        if _stopped_growing(list(rate_by_budget.values())):
+            break
+    fitted = fit(observations, floor=model.device != "cpu")
+    cost = replace(fitted, cold=_cold_s(model, device, clock, rest))
+    held_out = [(min(r, max_rows), length) for r, length in HELD_OUT if length < model.max_length]
+    judged = _observe(model, device, held_out, clock, clock() + HELD_OUT_SHARE * time_limit_s)
+    return Calibration(cost, _smallest_good(rate_by_budget), _median_error(cost, judged))
+
+
+def _growing(
+    model: Model,
+    device: Device,
+    lengths: list[int],
+    max_rows: int,
+    clock: Callable[[], float],
+    until: float,
+) -> Iterator[tuple[int, list[Observation]]]:
+    """Yield budgets, each twice the one before, with their batches; up to what memory holds."""
+    budget = SMALLEST_BUDGET
     while budget <= LARGEST_BUDGET and clock() < until:
         shapes = {(min(budget // length, max_rows), length) for length in lengths}
         seen = _observe(model, device, sorted(shapes), clock)
         if len(seen) < len(shapes):
             break
-        observations += seen
-        rate = fmean(o.rows * o.length / o.seconds for o in seen)
-        rate_by_budget[budget] = rate
-        if rate < GROWTH * best:
-            break
-        best, budget = max(best, rate), budget * 2
-    cost = fit(observations, floor=model.device != "cpu")
-    held_out = [(min(r, max_rows), length) for r, length in HELD_OUT if length < model.max_length]
-    judged = _observe(model, device, held_out, clock, clock() + HELD_OUT_SHARE * time_limit_s)
-    return Calibration(
-        replace(cost, cold=_cold_s(model, device, clock, rest)),
-        _smallest_good(rate_by_budget),
-        _median_error(cost, judged),
-    )
+        yield budget, seen
+        budget *= 2
+
+
+def _stopped_growing(rates: list[float]) -> bool:
+    return rates[-1] < GROWTH * max(rates[:-1], default=0.0)
 
 
 def _cold_s(

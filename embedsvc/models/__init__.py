@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from embedsvc.config import VersionConfig
 from embedsvc.errors import ModelError
 from embedsvc.models.buffers import HostBuffer
-from embedsvc.models.host import gpu_present, set_native_memory
+from embedsvc.models.host import set_native_memory
 
 if TYPE_CHECKING:
     from embedsvc.models.owner import Owner
@@ -106,7 +106,7 @@ def load_model(
     Raises:
         ModelError: the model cannot be loaded or its vectors cannot be trusted.
     """
-    if not isolated(version, shared=owner is not None):
+    if not isolated(version):
         return load_in_process(version, folder, pad_id, cache_dir)
     if sys.platform != "linux":
         raise ModelError(f"{folder.source}: `isolate = true` needs Linux; leave it out")
@@ -119,18 +119,11 @@ def load_model(
     return model
 
 
-def isolated(version: VersionConfig, *, shared: bool = False) -> bool:
-    """Say whether a version's model gets a process of its own.
-
-    `auto` does so on a GPU, and where several workers would load one each.
-    """
+def isolated(version: VersionConfig) -> bool:
+    """Say whether a version's model gets a process of its own; `auto` does so where it can die."""
     if version.isolate != "auto":
         return version.isolate
-    if sys.platform != "linux" or version.backend == "hash":
-        return False
-    if version.device == "auto":
-        return shared or gpu_present()
-    return shared or version.device != "cpu"
+    return sys.platform == "linux" and version.backend != "hash"
 
 
 def load_in_process(

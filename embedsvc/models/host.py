@@ -77,11 +77,6 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return next((value.strip() for name, _, value in named if name.strip() == "model name"), "")
 
 
-def gpu_present(devices: Path = Path("/dev")) -> bool:
-    """Say whether a GPU is visible, without loading what would use it (NVIDIA, AMD, WSL)."""
-    return any(any(devices.glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
-
-
 def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -132,6 +132,16 @@ class Child:
             self.tell(TellMetrics())
         await asyncio.shield(self._told)
 
+    async def answers(self, within_s: float) -> bool:
+        """Say whether it tells its numbers within about some seconds, or is gone."""
+        told = asyncio.ensure_future(self.numbers_told())
+        # Second by second: a machine that stood still for a minute has used up one of them only.
+        for _ in range(max(1, round(within_s))):
+            done, _ = await asyncio.wait([told], timeout=1.0)
+            if done:
+                return True
+        return False
+
     def tell(self, message: ToWorker) -> None:
         """Send it a message."""
         self._line.tell(message)

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 FIXED = ("host", "port", "workers")
 # A worker that has not told its numbers by then is shown with those it told before.
 METRICS_S = 1.0
+# How often all workers are asked for their numbers, and after how many seconds without an answer
+# one is taken for hung: far beyond what the longest body or a full collection keeps it from.
+ASK_S, SILENT_S = 10.0, 30.0
 # What a worker may take to end beyond its drain times.
 END_SLACK_S = 20.0
 
@@ -40,7 +43,13 @@ Reread = Callable[[], Config]
 OnReady = Callable[[str, dict[str, Any]], None]
 
 
-def supervise(config: Config, command: Sequence[str], reread: Reread, on_ready: OnReady) -> None:
+def supervise(
+    config: Config,
+    command: Sequence[str],
+    reread: Reread,
+    on_ready: OnReady,
+    silent_s: float = SILENT_S,
+) -> None:
     """Keep `server.workers` workers serving until SIGTERM or SIGINT; then let them finish.
 
     Args:
@@ -48,6 +57,7 @@ def supervise(config: Config, command: Sequence[str], reread: Reread, on_ready: 
         command: starts a worker; see `Child.spawn`.
         reread: reads the configuration again, at SIGHUP; on a worker thread.
         on_ready: called with the address and with what the first worker serves, when all are ready.
+        silent_s: seconds without a word after which a worker is replaced.
 
     Raises:
         StartError: the address cannot be listened on, or a worker cannot be started.
@@ -57,7 +67,8 @@ def supervise(config: Config, command: Sequence[str], reread: Reread, on_ready: 
         listeners = listen_together(config.server, config.server.workers)
         for listener in listeners:
             stack.enter_context(listener)
-        asyncio.run(Supervisor(config, listeners, command, reread, on_ready).run())
+        supervisor = Supervisor(config, listeners, command, reread, on_ready, silent_s)
+        asyncio.run(supervisor.run())
 
 
 class Supervisor:
@@ -70,12 +81,14 @@ class Supervisor:
         command: Sequence[str],
         reread: Reread,
         on_ready: OnReady,
+        silent_s: float,
     ) -> None:
         self._config = config
         self._listeners = listeners
         self._command = command
         self._reread = reread
         self._on_ready = on_ready
+        self._silent_s = silent_s
         self._n = len(listeners)
         # Who has worker k's place; everyone whose process runs, successors and retired included.
         self._places: list[Child] = []
@@ -121,6 +134,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             for number in range(self._n):
                 group.create_task(self._keep(number))
+                group.create_task(self._watch(number))
             group.create_task(self._renew_when_told())
 
     async def _start(self) -> dict[str, Any]:
@@ -203,6 +217,16 @@ class Supervisor:
                             await self._succeed(number, self._config)
                         except StartError as error:
                             why = f"could not be started: {error}"
+
+    async def _watch(self, number: int) -> None:
+        """Kill whoever has a place and does nothing any more; what it counted is kept meanwhile."""
+        while True:
+            await asyncio.sleep(min(ASK_S, self._silent_s))
+            child = self._places[number]
+            if child.ready and not await child.answers(self._silent_s):
+                log.error("worker %d answers nothing; killing it", number)
+                child.kill()
+                await asyncio.wait([child.ended])
 
     async def _renew_when_told(self) -> None:
         while True:

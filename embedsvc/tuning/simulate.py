@@ -126,6 +126,8 @@ class _Simulation:
             key=arrival.key,
         )
         rows = [Sequence(request, row, _ids(n)) for row, n in enumerate(arrival.lengths)]
+        # Until they are served.
+        self.outcome.n_expired += len(rows)
         self.chooser.add(rows, self.now)
 
     def dispatch(self) -> None:
@@ -165,8 +167,8 @@ class _Simulation:
         self.outcome.real_tokens += length
         latency_s = self.now - request.arrival
         if self.now > request.deadline:
-            self.outcome.n_expired += 1
             return
+        self.outcome.n_expired -= 1
         served = Served(request.arrival, length, latency_s, request.priority, request.key)
         self.outcome.served.append(served)
 
@@ -192,7 +194,6 @@ def replay(
     simulation = _Simulation(chooser, slots, cost, cold_s)
     coming = iter(arrivals)
     arrival = next(coming, None)
-    n_texts = 0
     while True:
         due = arrival.at if arrival else inf
         event = simulation.next_event()
@@ -200,7 +201,6 @@ def replay(
             break
         if arrival and due <= event:
             simulation.advance(due)
-            n_texts += len(arrival.lengths)
             on_arrival(arrival)
             simulation.arrive(arrival)
             arrival = next(coming, None)
@@ -209,9 +209,7 @@ def replay(
         else:
             simulation.advance(event)
         simulation.dispatch()
-    outcome = simulation.outcome
-    outcome.n_expired = n_texts - len(outcome.served)
-    return outcome
+    return simulation.outcome
 
 
 def closed_loop(

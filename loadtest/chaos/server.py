@@ -25,11 +25,12 @@ def supervise(
     command: Sequence[str],
     reread: Callable[[], Config],
     on_ready: Callable[[str, dict[str, Any]], None],
+    silent_s: float = supervisor.SILENT_S,
 ) -> None:
     """Supervise workers that run this module."""
     words = list(command)
     words[words.index("-m") + 1] = MODULE
-    _supervise(config, words, reread, on_ready)
+    _supervise(config, words, reread, on_ready, silent_s)
 
 
 def main() -> None:
