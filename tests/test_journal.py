@@ -14,6 +14,7 @@ from embedsvc.errors import (
     DeadlineExceeded,
     InferenceFailed,
     InvalidRequest,
+    NotReady,
     Overloaded,
     RequestError,
 )
@@ -73,11 +74,11 @@ async def test_a_failed_request_has_a_line_however_quick(
     assert "secret" not in lines[0]
 
 
-@pytest.mark.parametrize("kind", [Overloaded, InvalidRequest])
-async def test_what_the_client_can_mend_has_no_line(
+@pytest.mark.parametrize("kind", [Overloaded, NotReady, InvalidRequest])
+async def test_what_is_refused_has_no_line(
     service: FakeService, caplog: pytest.LogCaptureFixture, kind: type[RequestError]
 ) -> None:
-    """An overloaded server has no time for a line each."""
+    """A server that is overloaded, or loads its model again, has no time for a line each."""
     service.error = kind("no")
 
     assert await logged(service, caplog) == ""

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from embedsvc.calls import EmbedCall, Embedded
-from embedsvc.errors import ClientGone, InternalError, RequestError
+from embedsvc.errors import ClientGone, InternalError, NotReady, RequestError
 from embedsvc.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -68,14 +68,15 @@ class Journal:
     def close(self, route: str, entry: Entry) -> None:
         """Count a request for vectors; log it where it was slow or failed after it was taken on.
 
-        What is refused unread because nothing is ready has no line: there may be thousands a
-        second of these.
+        What is refused has no line of its own, since there may be thousands a second of these: the
+        service says how many.
         """
         seconds = entry.seconds
         self.count(route, entry.status, entry.reason, seconds)
         if entry.call is None or entry.status == ClientGone.status:
             return
-        if seconds > self.slow_request_s or entry.status >= InternalError.status:
+        failed = entry.status >= InternalError.status and entry.status != NotReady.status
+        if failed or seconds > self.slow_request_s:
             log.warning("%s", _line(entry, entry.call, seconds))
 
 
