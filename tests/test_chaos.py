@@ -7,6 +7,8 @@ import base64
 import itertools
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -360,6 +363,25 @@ async def test_a_connection_that_ends_loses_its_request() -> None:
 
     assert (lost.verdict, right.verdict) == (Verdict.LOST, Verdict.RIGHT)
     assert lost.port != right.port != 0
+
+
+def test_a_connection_that_ends_in_an_upload_loses_its_request() -> None:
+    """A transport of uvloop, on which runs are made, takes no more bytes once it is closed."""
+
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        # Without a wait for what is unsent: the other end gets a reset.
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async def upload() -> list[Call]:
+        async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+            run = Run(server.sockets[0].getsockname(), "m", POOL, default_deadline_s=5.0)
+            await User(run, "user1").live([Visit(picks=[0], upload_pauses_s=[0.05] * 3)] * 2)
+            return run.calls
+
+    assert [one.verdict for one in uvloop.run(upload())] == [Verdict.LOST] * 2
 
 
 async def test_users_leave_in_three_ways() -> None:

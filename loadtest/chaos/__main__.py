@@ -18,6 +18,7 @@ from time import perf_counter
 import msgspec
 import uvloop
 
+from embedsvc.bench.connection import Connection, post
 from embedsvc.bench.scrape import seconds_to_idle
 from loadtest.census import Bystanders, Census, census
 from loadtest.chaos.checker import Verdict
@@ -36,6 +37,7 @@ from loadtest.target import Bars, arguments
 
 # Load before the first fault.
 WARM_UP_S = 2.0
+N_AT_ONCE, N_TOKENIZED = 64, 256
 # A process that was stopped while it loaded is given up after a minute.
 RECOVERED_WITHIN_S, IDLE_WITHIN_S = 75.0, 5.0
 
@@ -118,9 +120,19 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
 async def warmed_up(target: Target) -> Census:
     """Let the server make what it makes once, when it is first needed; count what it holds."""
     await break_config(target)
+    await asyncio.gather(*(tokenize(target) for _ in range(N_AT_ONCE)))
     await asyncio.sleep(WARM_UP_S)
     target.journal.clear()
     return census(target.pid)
+
+
+async def tokenize(target: Target) -> None:
+    """Have many texts tokenized: as many do so at once, every pool of threads grows to its size."""
+    run = target.run
+    asked = {"model": run.model, "input": run.pool.texts[:N_TOKENIZED]}
+    connection = Connection(*run.address)
+    await connection.send(post(*run.address, "/tokenize", msgspec.json.encode(asked)))
+    connection.close()
 
 
 async def last_call(target: Target) -> Verdict:

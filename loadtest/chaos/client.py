@@ -123,6 +123,8 @@ class User:
     async def _connected(self, *, fresh: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is not None and (fresh or self._reader.at_eof()):
             await self._part()
+        if self._writer is not None and self._writer.is_closing():
+            self._reader = self._writer = None
         if self._reader is None or self._writer is None:
             async with asyncio.timeout(CONNECT_S):
                 self._reader, self._writer = await asyncio.open_connection(*self._run.address)
@@ -138,6 +140,8 @@ class User:
             for start, pause_s in zip(
                 range(0, len(request), size), [*visit.upload_pauses_s, 0.0], strict=False
             ):
+                if writer.is_closing():
+                    break
                 writer.write(request[start : start + size])
                 await writer.drain()
                 await asyncio.sleep(pause_s)
