@@ -24,13 +24,13 @@ from embedsvc.engine.policy import Policy
 from embedsvc.engine.recovery import Patience
 from embedsvc.engine.sequence import Request, Sequence
 from embedsvc.engine.warm_up import warm_up
-from embedsvc.errors import ConfigError, InvalidRequest, ModelError
+from embedsvc.errors import InvalidRequest
+from embedsvc.loading import EVERY_MODELS_PROMPTS, load
 from embedsvc.metrics import Metrics, VersionMetrics
-from embedsvc.models import Model, load_model
+from embedsvc.models import Model
 from embedsvc.models.buffers import BufferPool
 from embedsvc.models.cache import Cache
-from embedsvc.models.owner import Owner
-from embedsvc.models.source import ModelFolder, resolve
+from embedsvc.models.source import ModelFolder
 from embedsvc.models.verify import check_golden
 from embedsvc.tokenization import Tokenizer
 from embedsvc.tuning.histogram import LengthHistogram
@@ -38,9 +38,6 @@ from embedsvc.tuning.refit import Refit
 from embedsvc.vector_cache import VectorCache
 
 log = logging.getLogger(__name__)
-
-# Understood by every model, as no prompt where it has none of that name.
-EVERY_MODELS_PROMPTS = ("", "query", "document", "passage")
 
 
 @dataclass(slots=True, frozen=True)
@@ -224,49 +221,6 @@ def _deploy(
         refit=_refit(version, lengths, engine.policy),
         created=int(time.time()),
     )
-
-
-def load(
-    version: VersionConfig, where: str, cache: Cache, owner: Owner | None = None
-) -> tuple[ModelFolder, Tokenizer, Model]:
-    """Return the folder, the tokenizer and the loaded model of a version.
-
-    Args:
-        version: of the model.
-        where: path of the model in the configuration.
-        cache: knows outcomes of self-checks.
-        owner: of the processes that this worker shares with others.
-
-    Raises:
-        StartError: one of them cannot be had; the message starts with `where`.
-    """
-    folder = resolve(version.source, sha256=version.sha256, where=f"{where}.source")
-    max_length = folder.max_length if version.max_length == "auto" else version.max_length
-    _check_settings(version, folder, max_length, f"{where}.versions[0]")
-    try:
-        tokenizer = Tokenizer(folder, max_length)
-        model = load_model(version, folder, tokenizer.pad_id, cache.directory, owner)
-        return folder, tokenizer, model
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
-
-
-def _check_settings(
-    version: VersionConfig, folder: ModelFolder, max_length: int, where: str
-) -> None:
-    """Refuse what only shows beside the model's own settings."""
-    buckets, default = version.batching.buckets, version.default_prompt_name
-    if buckets != "auto" and buckets[-1] > max_length:
-        raise ConfigError(
-            f"{where}.batching.buckets: the last edge is {buckets[-1]}, over max_length "
-            f"{max_length}"
-        )
-    known = {*folder.prompts, *version.prompts, *EVERY_MODELS_PROMPTS}
-    if default not in known:
-        raise ConfigError(
-            f"{where}.default_prompt_name: the model has no prompt '{default}'. Known: "
-            f"{', '.join(sorted(known - {''}))}."
-        )
 
 
 def _shown_lengths(max_length: int, metrics: VersionMetrics) -> LengthHistogram:

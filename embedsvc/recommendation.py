@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from embedsvc import __version__
 from embedsvc.config import Auto, Config, DeviceConfig, VersionConfig
-from embedsvc.deployment import load
 from embedsvc.engine.calibrate import divisions
 from embedsvc.engine.device import Device
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.measured import calibration, measurement_key
 from embedsvc.errors import ConfigError
+from embedsvc.loading import load
 from embedsvc.models import Model
 from embedsvc.models.cache import Cache
 from embedsvc.models.host import processor, usable_cores

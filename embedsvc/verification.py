@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embedsvc.config import Config, VersionConfig
-from embedsvc.deployment import load
 from embedsvc.engine.calibrate import Calibration
 from embedsvc.engine.devices import Devices
 from embedsvc.engine.measured import measure
+from embedsvc.loading import load
 from embedsvc.models.cache import Cache
 from embedsvc.models.verify import GoldenResult, check_golden
 

@@ -69,7 +69,7 @@ def overheads(rounds: int) -> dict[tuple[int, int], float]:
     folder = resolve(DEFAULT_SOURCE, sha256=DEFAULT_SHA256)
     with tempfile.TemporaryDirectory() as cache:
         models = [
-            load_model(VersionConfig(backend="hash", isolate=isolate), folder, 0, Path(cache))
+            load_model(VersionConfig(backend="hash", isolate=isolate), folder, Path(cache))
             for isolate in (False, True)
         ]
         try:

@@ -31,7 +31,7 @@ def spec_of(cache_dir: Path) -> Spec:
         weights=(), weights_id="none",
     )  # fmt: skip
     version = VersionConfig(backend="hash", isolate=True)
-    return Spec(version, folder, pad_id=0, cache_dir=cache_dir, log_level=0)
+    return Spec(version, folder, cache_dir, log_level=0)
 
 
 class PoisonedModel(ProcessModel):

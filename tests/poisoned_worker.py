@@ -37,7 +37,7 @@ class PoisonedModel(HashModel):
     """Does what the first ids of the rows say."""
 
     def __init__(self, spec: Spec) -> None:
-        super().__init__(dim=DIM, max_length=64, pad_id=spec.pad_id)
+        super().__init__(dim=DIM, max_length=64)
         self._folder = spec.cache_dir
         self._deeds: dict[int, Callable[[], None]] = {
             KILL: lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -23,8 +23,10 @@ from embedsvc.config import (
 from embedsvc.deployment import deploy
 from embedsvc.engine.devices import Devices
 from embedsvc.errors import ModelError
+from embedsvc.loading import load
 from embedsvc.metrics import Metrics
 from embedsvc.models import isolated, load_model
+from embedsvc.models.cache import Cache
 from embedsvc.models.source import resolve
 from embedsvc.service import Service
 from loadtest.isolation import recovery
@@ -134,13 +136,27 @@ def test_torch_in_its_own_process_gives_the_same_vectors(tmp_path: Path) -> None
     found = []
     for isolate in (False, True):
         version = VersionConfig(source=folder.source, device="cpu", isolate=isolate)
-        model = load_model(version, folder, 1, tmp_path)
+        model = load_model(version, folder, tmp_path)
         texts = tiny.texts((3, 20, 44))
         found.append((tiny.embed(model, folder, texts), dict(model.settings), model.pad_id))
         model.close()
 
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.timeout(120)
+def test_a_broken_tokenizer_leaves_no_process(tmp_path: Path) -> None:
+    """It is read while the model is loaded; the start ends with its error."""
+    tiny.save_folder(tmp_path, "bert", Pooling(tiny.HIDDEN, "mean"))
+    for file in (tmp_path / "folder").rglob("tokenizer.json"):
+        file.write_text("{")
+    version = VersionConfig(source=str(tmp_path / "folder"), device="cpu")
+
+    with pytest.raises(ModelError, match=r"models\[0\]: .*tokenizer"):
+        load(version, "models[0]", Cache(tmp_path))
+
+    assert processes() == []
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from embedsvc.calls import EmbedCall
 from embedsvc.config import Config
 from embedsvc.configfile import load
-from embedsvc.deployment import load as load_model
 from embedsvc.engine.calibrate import Calibration
 from embedsvc.engine.cost import CostModel
+from embedsvc.loading import load as load_model
 from embedsvc.models.cache import Cache
 from embedsvc.recommendation import Recommendation, Targets, measured_divisions, recommend
 from embedsvc.tuning.predict import Point, Series

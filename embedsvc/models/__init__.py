@@ -90,7 +90,6 @@ class Model(Protocol):
 def load_model(
     version: VersionConfig,
     folder: ModelFolder,
-    pad_id: int,
     cache_dir: Path,
     owner: Owner | None = None,
 ) -> Model:
@@ -99,7 +98,6 @@ def load_model(
     Args:
         version: its configuration.
         folder: its files.
-        pad_id: of the tokenizer.
         cache_dir: where the outcome of the self-check is kept.
         owner: of such processes, where several workers use one.
 
@@ -107,14 +105,14 @@ def load_model(
         ModelError: the model cannot be loaded or its vectors cannot be trusted.
     """
     if not isolated(version):
-        return load_in_process(version, folder, pad_id, cache_dir)
+        return load_in_process(version, folder, cache_dir)
     if sys.platform != "linux":
         raise ModelError(f"{folder.source}: `isolate = true` needs Linux; leave it out")
     from embedsvc.models.process import ProcessModel
     from embedsvc.models.wire import Spec
 
     level = logging.getLogger(__name__).getEffectiveLevel()
-    model = ProcessModel(Spec(version, folder, pad_id, cache_dir, level), owner=owner)
+    model = ProcessModel(Spec(version, folder, cache_dir, level), owner=owner)
     model.load()
     return model
 
@@ -126,9 +124,7 @@ def isolated(version: VersionConfig) -> bool:
     return sys.platform == "linux" and version.backend != "hash"
 
 
-def load_in_process(
-    version: VersionConfig, folder: ModelFolder, pad_id: int, cache_dir: Path
-) -> Model:
+def load_in_process(version: VersionConfig, folder: ModelFolder, cache_dir: Path) -> Model:
     """Return the loaded model of a version, in this process; its backend is imported only here.
 
     Raises:
@@ -139,7 +135,7 @@ def load_in_process(
     if version.backend == "hash":
         from embedsvc.models.hashing import HashModel
 
-        model = HashModel(max_length=max_length, pad_id=pad_id)
+        model = HashModel(max_length=max_length)
     else:
         from embedsvc.models.torch import TorchModel
 

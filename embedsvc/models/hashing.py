@@ -31,7 +31,6 @@ class HashModel(InProcess):
     Args:
         dim: components of a vector.
         max_length: longest sequence in tokens.
-        pad_id: token id that fills the tail of a row.
         cost: seconds a batch of `(rows, length)` takes; `forward` sleeps for them like a device
             that is busy with the batch. None costs nothing.
     """
@@ -40,12 +39,11 @@ class HashModel(InProcess):
         self,
         dim: int = 384,
         max_length: int = 512,
-        pad_id: int = 0,
         cost: Callable[[int, int], float] | None = None,
     ) -> None:
         self.dim = dim
         self.max_length = max_length
-        self.pad_id = pad_id
+        self.pad_id = 0
         self.dtype = "hash"
         self.device = "cpu"
         self._cost = cost

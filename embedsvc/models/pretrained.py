@@ -45,16 +45,14 @@ _POSITIONS_AFTER_PADDING = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class FolderTokenizer:
-    """A folder's tokenizer and what the model's padding and prompts need to know of it.
+    """A folder's tokenizer and what prompts need to know of it.
 
     Attributes:
         backend: a private copy, lower-casing as the folder says, without padding or truncation.
-        pad_id: id that fills the tail of a row.
         special_ids: ids that transformers calls special; a prompt's length leaves a last one out.
     """
 
     backend: tokenizers.Tokenizer
-    pad_id: int
     special_ids: frozenset[int]
 
 
@@ -85,8 +83,7 @@ def open_tokenizer(path: Path, *, lower_case: bool) -> FolderTokenizer:
     backend.no_padding()
     if lower_case:
         _lower_case(backend)
-    pad_id = next((i for i in (loaded.pad_token_id, loaded.eos_token_id) if i is not None), 0)
-    return FolderTokenizer(backend, int(pad_id), special_ids)
+    return FolderTokenizer(backend, special_ids)
 
 
 def _lower_case(backend: tokenizers.Tokenizer) -> None:

@@ -58,14 +58,12 @@ class Spec(Struct, frozen=True):
     Attributes:
         version: the version's configuration.
         folder: the model's files.
-        pad_id: of the tokenizer.
         cache_dir: where the outcome of the self-check is kept.
         log_level: least severity of the lines that are worth writing.
     """
 
     version: VersionConfig
     folder: ModelFolder
-    pad_id: int
     cache_dir: Path
     log_level: int
 

@@ -55,7 +55,7 @@ def load(spec: Spec) -> Model:
     Raises:
         ModelError: it cannot be loaded or its vectors cannot be trusted.
     """
-    return load_in_process(spec.version, spec.folder, spec.pad_id, spec.cache_dir)
+    return load_in_process(spec.version, spec.folder, spec.cache_dir)
 
 
 def main(load: Load = load) -> None:

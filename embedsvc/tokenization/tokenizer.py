@@ -48,7 +48,6 @@ class Tokenizer:
 
     Attributes:
         max_length: longest text in tokens, special tokens included.
-        pad_id: id that fills the tail of a row.
         vocab_size: ids are below it.
         prompts: the model's own, by name.
         default_prompt_name: used by requests that name none; empty for none.
@@ -68,7 +67,6 @@ class Tokenizer:
         self._frames = {True: frame, False: BARE}
         self._known_prompts: dict[tuple[str, bool], _Prompt] = {}
         self.max_length = max_length
-        self.pad_id = opened.pad_id
         # Rows of the model's table may be fewer than the tokenizer's ids, or more.
         n_rows = read_object(path / "config.json").get("vocab_size") or self._plain.vocab_size
         self.vocab_size = min(self._plain.vocab_size, n_rows)

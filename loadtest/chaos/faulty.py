@@ -30,8 +30,8 @@ def poisoned_text(poison: Poison, rest: str) -> str:
 class FaultyModel(HashModel):
     """`HashModel`, but some texts make it fail, give NaN, or take its process down."""
 
-    def __init__(self, dim: int = 384, max_length: int = 512, pad_id: int = 0) -> None:
-        super().__init__(dim, max_length, pad_id, COST)
+    def __init__(self, dim: int = 384, max_length: int = 512) -> None:
+        super().__init__(dim, max_length, COST)
 
     def forward(self, buffer: HostBuffer, rows: int, length: int) -> None:
         """Compute, then break what asks for it."""

@@ -72,7 +72,7 @@ def hashed(texts: list[str]) -> Vectors:
     """Return the vectors that a server of `HashModel` gives for texts, computed here."""
     folder = resolve(DEFAULT_SOURCE)
     tokenizer = Tokenizer(folder, folder.max_length)
-    model = HashModel(max_length=tokenizer.max_length, pad_id=tokenizer.pad_id)
+    model = HashModel(max_length=tokenizer.max_length)
     buffer = HostBuffer(_ROWS * model.max_length, _ROWS, model.dim, model.pad_id)
     vectors = np.empty((len(texts), model.dim), np.float32)
     for start in range(0, len(texts), _ROWS):
