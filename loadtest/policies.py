@@ -2,7 +2,7 @@
 
 The mixed workload, tokenized as it is served, arrives at random and in the rhythm of two recorded
 services. Batches take what the built-in cost model says, so the tables are the same on every
-machine. The last lines are the time of a choice, on this one.
+machine. Below them what is asked of ours, and the time of a choice, which is this machine's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from embedsvc.traffic import LOOK_INTERVAL_S
 from embedsvc.tuning.baselines import Fifo, SizeOrTimeout, SortedWindow
 from embedsvc.tuning.histogram import LengthHistogram
 from embedsvc.tuning.refit import Refit
-from embedsvc.tuning.simulate import Arrival, Chooser, Outcome, closed_loop, replay
+from embedsvc.tuning.simulate import Arrival, Chooser, Outcome, closed_loop, replay, sorted_limit_s
 from loadtest import workload
 from loadtest.arrivals import KINDS, Kind, arrivals
 from loadtest.target import Bars
@@ -75,11 +75,16 @@ class Following:
             self._policy.set_edges(switch.edges)
 
 
+# Bars: of the rate of the sorted order, by clients; of latencies at this share of saturation.
+MIN_OF_SORTED = {MANY_WAITING: 0.96, 64: 0.90}
+LOAD, MAX_OF_LONGEST, MAX_OF_FIFO = 0.8, 5.0, 0.25
+# Arrivals are counted in windows of so many seconds to tell how bursty they are.
+BUSY_S = 5.0
 COARSE = (32, 64, 128, MAX_LENGTH)
-OURS = "ours"
+OURS, FIFO_OF_8 = "ours", "FIFO of 8 (TEI, CPU)"
 RULES: dict[str, Callable[[], Chooser]] = {
     "no batching": lambda: Fifo(UNBOUNDED, 1),
-    "FIFO of 8 (TEI, CPU)": lambda: Fifo(UNBOUNDED, 8),
+    FIFO_OF_8: lambda: Fifo(UNBOUNDED, 8),
     "FIFO, 16,384 tokens (TEI, GPU)": lambda: Fifo(Limits(MAX_LENGTH, 16_384, 10**9), 10**9),
     "sorted in 8 x 32 (Infinity)": lambda: SortedWindow(UNBOUNDED),
     "4 buckets, 8 or 2 ms": lambda: SizeOrTimeout(UNBOUNDED, COARSE, 8, 0.002),
@@ -104,6 +109,9 @@ def main() -> None:
         print(f"\n{load_table(kind, lengths, rate, args.seconds)}", flush=True)
     print()
     bars = Bars()
+    judge_rates(bars, lengths)
+    for kind in args.arrivals:
+        judge_latencies(bars, kind, lengths, rate, args.seconds)
     for n_waiting in (2_000, 8_192):
         judge_choices(bars, lengths, n_waiting)
     bars.exit()
@@ -180,6 +188,34 @@ def table(titles: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# --- what is asked of ours -------------------------------------------------------------------
+
+
+def judge_rates(bars: Bars, lengths: Seq[int]) -> None:
+    """Compare the rate of closed loops with that of all texts in batches sorted by length."""
+    sorted_s = sorted_limit_s(lengths, LIMITS, SLOTS, DEFAULT_COST)
+    for n_clients, least in MIN_OF_SORTED.items():
+        outcome = closed_loop(lengths, n_clients, RULES[OURS](), SLOTS, DEFAULT_COST)
+        bars.at_least(f"{n_clients} clients, of the sorted order", sorted_s / outcome.end, least)
+
+
+def judge_latencies(
+    bars: Bars, kind: Kind, lengths: Seq[int], saturation: float, seconds: float
+) -> None:
+    """Judge the p99 of short texts at 80 % of what we, and what FIFO of 8, can do at most."""
+    short = CLASSES[0][1]
+    offsets = arrivals(kind, LOAD * saturation, seconds)
+    per_s = np.bincount((offsets // BUSY_S).astype(int)) / BUSY_S
+    print(f"     {kind}, busiest {BUSY_S:g} s: {per_s.max() / saturation:.2f} of our saturation")
+    p99_s = loaded(OURS, offsets, lengths).latency_s(0.99, short)
+    times = p99_s / DEFAULT_COST(1, MAX_LENGTH)
+    bars.at_most(f"{kind}, p99 up to {short} tokens, of the longest alone", times, MAX_OF_LONGEST)
+    offsets = arrivals(kind, LOAD * len(lengths) / saturated(FIFO_OF_8, lengths).end, seconds)
+    ours, fifo = (loaded(rule, offsets, lengths) for rule in (OURS, FIFO_OF_8))
+    ratio = ours.latency_s(0.99, short) / fifo.latency_s(0.99, short)
+    bars.at_most(f"{kind}, p99 up to {short} tokens, of FIFO's", ratio, MAX_OF_FIFO)
 
 
 # --- the time of a choice --------------------------------------------------------------------
