@@ -2,6 +2,9 @@
 
 Bookkeeping of the event loop. Mirrors the order of `Policy`, in which keys share the device by
 weight and requests of a key by priority, as a fluid: without lengths and batches.
+
+Source: refused on arrival is what is predicted to end late, as in A. Gujarati et al., "Serving DNNs
+like clockwork", OSDI 2020.
 """
 
 from __future__ import annotations

@@ -113,6 +113,11 @@ class Policy:
         return Batch(rows, width, self.cost(len(rows), width))
 
     def _leader(self, lane: Lane, now: float) -> Sequence:
+        """Return the row that the next batch is made around.
+
+        Source: a batch starts at the latest at its nearest deadline less its time, as in L. Chen et
+        al., "Symphony: optimized DNN model serving using deferred batch scheduling", 2023.
+        """
         oldest, since = lane.oldest_head()
         if now - since > self.limits.max_age_s:
             return oldest
@@ -162,7 +167,12 @@ class Policy:
         return held[start[j]], held[j - 1]
 
     def _worth_waiting(self, leader: Sequence, low: int, high: int, now: float) -> float:
-        """Return until when a free device should wait for more rows; `now` means go."""
+        """Return until when a free device should wait for more rows; `now` means go.
+
+        Source: the wait follows from measured arrivals and batch times, as in A. Ali et al.,
+        "BATCH: machine learning inference serving on serverless platforms with adaptive batching",
+        SC 2020.
+        """
         delay = self.limits.max_batch_delay_s
         due = leader.request.arrival + delay
         rows = sum(self._waiting.counts[low : high + 1])

@@ -3,6 +3,9 @@
 Takes a slot of the device first, looks into its inbox again, and only then chooses. Loads the model
 again where it died, and tries again what was on the device then, before what waits. Knows nothing
 of event loops, answers or metrics.
+
+Source: a batch that stays open until a device is free for it, as the payloads of NVIDIA's Triton
+Inference Server do; requests that join at every turn, as in G.-I. Yu et al., "Orca", OSDI 2022.
 """
 
 from __future__ import annotations
