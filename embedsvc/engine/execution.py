@@ -4,6 +4,9 @@ A batch that fails is split in half and tried again, down to single rows, so tha
 that holds a guilty row gets an error. A row that is not finite is computed once more alone. With n
 rows that is less than 2·n forwards, whatever fails.
 
+Source: halves as in F. K. Hwang, "A method for detecting all defective members in a population by
+group testing", Journal of the American Statistical Association 67, 1972.
+
 A batch that ends the model's process is handed back: tried once more as it is in the next process,
 and after a second death row by row while nothing else runs there, so that nobody is blamed for a
 neighbour. A row that ends the process alone is guilty, and in quarantine.

@@ -88,6 +88,9 @@ def bucket_prices(traffic: Traffic, cost: CostModel, limits: Limits, tops: Seque
     Entry (i, j) is infinite for i > j. A bucket holds `b` rows when it goes: what its limits allow,
     or what arrives in the window. It is priced at the longest of `b` rows drawn from it (or at its
     edge), and pays a batch for every `b` rows: a bucket that cannot fill is dear.
+
+    Source: what a bucket more saves against what its rows wait longer for each other, as in
+    O. Guldogan et al., "Multi-bin batching for increasing LLM inference throughput", 2024.
     """
     m = len(tops)
     prices = np.full((m, m), np.inf)
