@@ -133,6 +133,7 @@ class Deployment:
     def info(self) -> dict[str, Any]:
         """Return what a user may want to know, in plain JSON types."""
         engine, limits = self.engine, self.engine.policy.limits
+        errors = self.calibration.held_out_error
         return {
             "id": self.config.name,
             "aliases": self.config.aliases,
@@ -153,7 +154,7 @@ class Deployment:
             "prompts": sorted(self.prompts),
             "matryoshka_dims": self.settings.matryoshka_dims,
             "cost": asdict(self.calibration.cost),
-            "cost_error": self.calibration.held_out_error,
+            "cost_error": errors and errors._asdict(),
             "queue": {
                 "sequences": engine.admission.sequences,
                 "tokens": engine.admission.tokens,

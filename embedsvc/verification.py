@@ -65,10 +65,14 @@ def _in_words(result: GoldenResult) -> str:
 
 def in_units(found: Calibration, slots: int, threads_per_slot: int) -> str:
     """Return a calibration in units that can be read."""
-    cost, error = found.cost, found.held_out_error
+    cost, errors = found.cost, found.held_out_error
     floor = f", at least {cost.floor * 1e3:.3g} ms" if cost.floor > 0 else ""
     cold = f", {cost.cold * 1e3:.3g} ms more after a rest" if cost.cold > 0 else ""
-    judged = "" if error is None else f"; median error {error:.1%} on shapes not fitted"
+    judged = (
+        ""
+        if errors is None
+        else (f"; error {errors.median:.1%} (median), {errors.p90:.1%} (p90) on shapes not fitted")
+    )
     return (
         f"{cost.c0 * 1e3:.3g} ms a batch, {cost.c1 * 1e6:.3g} µs a row, {cost.c2 * 1e6:.3g} µs a "
         f"token, {cost.c3 * 1e9:.3g} ns a token squared{floor}{cold}{judged}; "

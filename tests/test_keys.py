@@ -41,7 +41,7 @@ def test_a_key_counts_for_its_name_and_weight(file: Path) -> None:
 
     assert keys.of(SECRET.encode()) == TEAM
     assert keys.of(b"another") == Key("b", 1.0)
-    for nobodys in (b"wrong", DIGEST.encode(), b"\xff\x00"):
+    for nobodys in (b"wrong", SECRET.encode()[:-1], DIGEST.encode(), b"\xff\x00"):
         with pytest.raises(InvalidKey):
             keys.of(nobodys)
     for nothing in (None, b""):

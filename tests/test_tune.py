@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from embedsvc.calls import EmbedCall
 from embedsvc.config import Config
 from embedsvc.configfile import load
-from embedsvc.engine.calibrate import Calibration
+from embedsvc.engine.calibrate import Calibration, Errors
 from embedsvc.engine.cost import CostModel
 from embedsvc.loading import load as load_model
 from embedsvc.models.cache import Cache
@@ -87,9 +87,9 @@ def give_costs(config: Config) -> None:
     measured_divisions(config, of_model, model, cache)
     for path in cache.directory.glob("*.json"):
         stored = json.loads(path.read_bytes())
-        if stored["key"]["kind"] == "batch cost":
+        if stored["key"]["kind"] == "calibration":
             cost = CostModel(3e-3, 1e-4, 52e-6, 4e-8)
-            stored["value"] = msgspec.to_builtins(Calibration(cost, 512, 0.06))
+            stored["value"] = msgspec.to_builtins(Calibration(cost, 512, Errors(0.06, 0.1)))
             path.write_text(json.dumps(stored))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedsvc.engine.calibrate import Calibration
+from embedsvc.engine.calibrate import Calibration, Errors
 from embedsvc.engine.cost import CostModel
 from embedsvc.verification import in_units, verify
 from tests.test_service import make_config
@@ -14,9 +14,9 @@ def test_a_cost_is_told_in_units_that_can_be_read() -> None:
     """Each term has the unit that leaves it few digits, beside how far it is to be trusted."""
     cost = CostModel(6.7e-3, 0.6e-3, 116e-6, 0.2e-6)
 
-    assert in_units(Calibration(cost, 512, 0.0423), 2, 1) == (
+    assert in_units(Calibration(cost, 512, Errors(0.0423, 0.101)), 2, 1) == (
         "6.7 ms a batch, 600 µs a row, 116 µs a token, 200 ns a token squared; "
-        "median error 4.2% on shapes not fitted; "
+        "error 4.2% (median), 10.1% (p90) on shapes not fitted; "
         "max_batch_tokens 512, slots 2, threads per slot 1"
     )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean, median
 from time import perf_counter, sleep
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,13 @@ GROWTH = 1.02
 SLOW_BATCH_S = 1.0
 
 
+class Errors(NamedTuple):
+    """Quantiles of |predicted / measured - 1|."""
+
+    median: float
+    p90: float
+
+
 @dataclass(slots=True, frozen=True)
 class Calibration:
     """What the measurement found.
@@ -58,13 +66,13 @@ class Calibration:
     Attributes:
         cost: predicted seconds of a batch while all slots are busy.
         max_batch_tokens: smallest budget close to the best rate, in padded tokens.
-        held_out_error: median of |predicted / measured - 1| over shapes that were not fitted; None
-            where the model is too short to have any.
+        held_out_error: of shapes that were not fitted; None where the model is too short to have
+            any.
     """
 
     cost: CostModel
     max_batch_tokens: int
-    held_out_error: float | None
+    held_out_error: Errors | None
 
 
 def calibrate(
@@ -102,7 +110,7 @@ def calibrate(
     cost = replace(fitted, cold=_cold_s(model, device, clock, rest))
     held_out = [(min(r, max_rows), length) for r, length in HELD_OUT if length < model.max_length]
     judged = _observe(model, device, held_out, clock, clock() + HELD_OUT_SHARE * time_limit_s)
-    return Calibration(cost, _smallest_good(rate_by_budget), _median_error(cost, judged))
+    return Calibration(cost, _smallest_good(rate_by_budget), _errors(cost, judged))
 
 
 def _growing(
@@ -147,9 +155,9 @@ def _cold_s(
     return max(0.0, median(longer)) if longer else 0.0
 
 
-def _median_error(cost: CostModel, observations: list[Observation]) -> float | None:
+def _errors(cost: CostModel, observations: list[Observation]) -> Errors | None:
     errors = [abs(cost(o.rows, o.length) / o.seconds - 1) for o in observations]
-    return median(errors) if errors else None
+    return Errors(*(float(np.quantile(errors, q)) for q in (0.5, 0.9))) if errors else None
 
 
 def _smallest_good(rate_by_budget: dict[int, float]) -> int:

@@ -60,7 +60,7 @@ def calibration(
         key: of `measurement_key`.
     """
     key = {
-        "kind": "batch cost",
+        "kind": "calibration",
         "slots": device.slots,
         "threads": device.threads_per_slot,
         "max_length": model.max_length,

@@ -215,10 +215,10 @@ def _costs(ground: Ground) -> Table:
             "at least, ms", "rested, ms", "median error", "max_batch_tokens auto"]  # fmt: skip
     rows = []
     for measured in ground.divisions:
-        cost, error = measured.found.cost, measured.found.held_out_error
+        cost, errors = measured.found.cost, measured.found.held_out_error
         terms = [1e3 * cost.c0, 1e6 * cost.c1, 1e6 * cost.c2, 1e9 * cost.c3]
         terms += [1e3 * cost.floor, 1e3 * cost.cold]
-        known = ABSENT if error is None else f"{error:.1%}"
+        known = ABSENT if errors is None else f"{errors.median:.1%}"
         budget = str(measured.found.max_batch_tokens)
         rows.append([shown(measured.division), *(f"{t:.3g}" for t in terms), known, budget])
     note = (
