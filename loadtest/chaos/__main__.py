@@ -37,7 +37,9 @@ from loadtest.target import Bars, arguments
 
 # Load before the first fault.
 WARM_UP_S = 2.0
-N_AT_ONCE, N_TOKENIZED = 64, 256
+# Requests of one kind at once, and texts of each, so that every pool of threads grows to its size:
+# that of the event loop and, with texts that take more than one thread, that of the tokenizer.
+AT_ONCE = {"/tokenize": (64, 256), "/v1/embeddings": (16, 64)}
 # A process that was stopped while it loaded is given up after a minute.
 RECOVERED_WITHIN_S, IDLE_WITHIN_S = 75.0, 5.0
 
@@ -120,18 +122,19 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
 async def warmed_up(target: Target) -> Census:
     """Let the server make what it makes once, when it is first needed; count what it holds."""
     await break_config(target)
-    await asyncio.gather(*(tokenize(target) for _ in range(N_AT_ONCE)))
+    for path, (n_requests, n_texts) in AT_ONCE.items():
+        await asyncio.gather(*(ask(target, path, n_texts) for _ in range(n_requests)))
     await asyncio.sleep(WARM_UP_S)
     target.journal.clear()
     return census(target.pid)
 
 
-async def tokenize(target: Target) -> None:
-    """Have many texts tokenized: as many do so at once, every pool of threads grows to its size."""
+async def ask(target: Target, path: str, n_texts: int) -> None:
+    """Send some texts and wait for the answer, whatever it is."""
     run = target.run
-    asked = {"model": run.model, "input": run.pool.texts[:N_TOKENIZED]}
+    asked = {"model": run.model, "input": run.pool.texts[:n_texts]}
     connection = Connection(*run.address)
-    await connection.send(post(*run.address, "/tokenize", msgspec.json.encode(asked)))
+    await connection.send(post(*run.address, path, msgspec.json.encode(asked)))
     connection.close()
 
 
