@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,8 @@ from embedsvc.models.buffers import Vectors
 from embedsvc.models.source import resolve
 from embedsvc.tokenization import Tokenizer
 from loadtest.census import Census, census
+from loadtest.chaos.__main__ import Outcome
+from loadtest.chaos.__main__ import judge as judge_run
 from loadtest.chaos.checker import (
     GRACE_S,
     Call,
@@ -38,6 +41,7 @@ from loadtest.chaos.checker import (
     late_s,
     recovery_s,
     set_apart,
+    tried_s,
 )
 from loadtest.chaos.client import Run, User
 from loadtest.chaos.faulty import WORDS
@@ -142,6 +146,13 @@ def test_a_real_model_may_differ_a_little() -> None:
 
         assert judge(ABC, ID, answer(200, body), NEARLY)[0] is expected
         assert judge(ABC, ID, answer(200, body), POOL)[0] is Verdict.WRONG
+
+
+def test_a_server_keeps_some_of_a_stated_deadline_back() -> None:
+    """It tries for the rest; a deadline that leaves none may expire at once."""
+    assert tried_s(ABC, 20.0) == pytest.approx(0.9 * 20)
+    assert tried_s(replace(ABC, timeout_s=1.0), 20.0) == pytest.approx(0.9 * 0.9)
+    assert tried_s(replace(ABC, timeout_s=0.02), 20.0) == 0
 
 
 def call(sent: float, answered: float, verdict: Verdict = Verdict.RIGHT, port: int = 1) -> Call:
@@ -255,6 +266,55 @@ def test_what_a_process_holds_is_counted() -> None:
     assert before.left_behind(census(os.getpid())) == {}
 
 
+# --- the bars ------------------------------------------------------------------------------------
+
+
+def outcome(*calls: Call, n_planned: int = 1, n_skipped: int = 0) -> Outcome:
+    """Return what came of a run with one fault, at 10 s, of a server that is fine otherwise."""
+    found = report(calls, [Injected("kill", 10, 1)], [], lag_p99_s=0.001, others_cores=0.1)
+    return Outcome(found, {}, {}, Verdict.RIGHT, n_planned, n_skipped)
+
+
+def missed(run: Outcome, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what the bars say that a run missed, where 80 % must be right."""
+    with pytest.raises(SystemExit) as ended:
+        judge_run(run, 0.8)
+    lines = capsys.readouterr().out.splitlines()
+    found = [line[5:].split(":")[0] for line in lines if line.startswith("MISS")]
+    assert ended.value.code == bool(found)
+    return found
+
+
+GOOD, DOWN = call(11, 11.5), call(11, 11.5, Verdict.UNAVAILABLE)
+
+
+def test_a_server_that_answers_again_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Calls without an answer are not held against it where they could get none."""
+    left = [call(11, 11.1, Verdict.LEFT)] * 9
+    poisoned = [call(11, 11.1, Verdict.GUILTY)._replace(poisoned=True)] * 9
+
+    assert missed(outcome(*[GOOD] * 8, *[DOWN] * 2, *left, *poisoned), capsys) == []
+
+
+def test_most_calls_must_be_answered_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Refusing nearly everyone is no way to pass."""
+    assert missed(outcome(*[GOOD] * 7, *[DOWN] * 2), capsys) == ["answered right"]
+    assert missed(outcome(GOOD, *[DOWN] * 99), capsys) == ["answered right"]
+
+
+def test_every_fault_must_be_recovered_from(capsys: pytest.CaptureFixture[str]) -> None:
+    """Right answers before it say nothing about it."""
+    assert missed(outcome(*[call(1, 2)] * 9, DOWN), capsys) == ["faults never recovered from"]
+
+
+def test_most_faults_must_happen(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in which nothing broke shows nothing."""
+    assert missed(outcome(GOOD, n_planned=10, n_skipped=2), capsys) == []
+    assert missed(outcome(GOOD, n_planned=10, n_skipped=3), capsys) == [
+        "faults without anything to break, share"
+    ]
+
+
 # --- the plan ------------------------------------------------------------------------------------
 
 
@@ -314,9 +374,9 @@ async def seen_by_a_user(server: Answering, *planned: Visit) -> list[Call]:
         return run.calls
 
 
-def sent_back(body: bytes, request_id: str) -> bytes:
+def sent_back(body: bytes, request_id: str, status: str = "200 OK") -> bytes:
     """Return a whole reply to a request."""
-    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+    head = f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
     return f"{head}\r\n".encode() + body
 
 
@@ -337,6 +397,37 @@ async def test_users_read_answers_however_slowly_they_come_and_go() -> None:
     assert [one.verdict for one in calls] == [Verdict.RIGHT] * 3
     assert calls[0].port == calls[1].port != calls[2].port
     assert all(one.sent <= one.answered for one in calls)
+
+
+async def test_a_server_that_gives_up_early_is_noticed() -> None:
+    """A 504 is right only once the time that a request was given is nearly over."""
+    numbers = itertools.count(1)
+
+    async def server(_: bytes) -> bytes:
+        return sent_back(error(), f"user1-{next(numbers)}", "504 Gateway Timeout")
+
+    early, unstated, hopeless = await seen_by_a_user(
+        server,
+        Visit(picks=[0], timeout_s=30.0),
+        Visit(picks=[0]),
+        Visit(picks=[0], timeout_s=0.02),
+    )
+
+    assert [early.verdict, unstated.verdict, hopeless.verdict] == [
+        Verdict.WRONG, Verdict.WRONG, Verdict.EXPIRED,
+    ]  # fmt: skip
+    assert "gave up early" in early.why
+
+
+async def test_whose_text_breaks_the_model_is_noted() -> None:
+    """Since no vectors are due to it."""
+
+    async def server(_: bytes) -> bytes:
+        return b""
+
+    calls = await seen_by_a_user(server, ABC, BAD_B)
+
+    assert [one.poisoned for one in calls] == [False, True]
 
 
 async def test_a_second_answer_is_noticed() -> None:

@@ -4,7 +4,8 @@ Everything random comes from `--seed`; what the clients see also depends on the 
 are lost (no answer), wrong (other vectors, an error they should not get, an answer too many) or
 late (0.25 s over their deadline, without the time that the client itself was kept from running);
 none may be. Where the client was late too often, or others used the machine, late answers are not
-judged, and the run says so. Afterwards the server must hold no more than before the first fault.
+judged, and the run says so. Most calls must come back right, and some after every fault. Afterwards
+the server must hold no more than before the first one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import NoReturn
 
 import msgspec
 import uvloop
@@ -42,6 +44,9 @@ WARM_UP_S = 2.0
 AT_ONCE = {"/tokenize": (64, 256), "/v1/embeddings": (16, 64)}
 # A process that was stopped while it loaded is given up after a minute.
 RECOVERED_WITHIN_S, IDLE_WITHIN_S = 75.0, 5.0
+# Calls that must be answered right: a real model is down for seconds after each fault.
+LEAST_RIGHT, LEAST_RIGHT_OF_REAL = 0.8, 0.5
+MOST_SKIPPED = 0.2
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class Outcome:
         left_behind: what the server held more of afterwards.
         busy: gauges that did not come back to zero.
         last: how a call ended after everything.
+        n_planned: faults that were to happen.
         n_skipped: faults for which there was nothing to break.
     """
 
@@ -60,6 +66,7 @@ class Outcome:
     left_behind: dict[str, str]
     busy: dict[str, float]
     last: Verdict
+    n_planned: int
     n_skipped: int
 
 
@@ -77,6 +84,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures go, too")
     parser.add_argument("--log", type=Path, help="where the server's log goes")
     parser.add_argument("--backend", default="hash", choices=["auto", "torch", "hash"])
+    parser.add_argument("--least-right", type=float, help="share of calls to be answered right")
     args, flags = arguments(parser)
     with prepared(
         args.backend, flags, workers=args.workers, seed=args.seed, log=args.log
@@ -85,7 +93,8 @@ def main() -> None:
     show(outcome)
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-    judge(outcome)
+    usual = LEAST_RIGHT if args.backend == "hash" else LEAST_RIGHT_OF_REAL
+    judge(outcome, usual if args.least_right is None else args.least_right)
 
 
 async def storm(target: Target, args: argparse.Namespace) -> Outcome:
@@ -115,6 +124,7 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
         left_behind=await left_behind(target, before),
         busy=busy,
         last=last,
+        n_planned=len(planned),
         n_skipped=target.n_skipped,
     )
 
@@ -160,8 +170,14 @@ def show(outcome: Outcome) -> None:
         print(f"{count} x {complaint}")
 
 
-def judge(outcome: Outcome) -> None:
-    """Print every bar and end the process."""
+def judge(outcome: Outcome, least_right: float) -> NoReturn:
+    """Print every bar and end the process.
+
+    Args:
+        outcome: of the run.
+        least_right: share of the calls that must be answered right, without those whose clients
+            left and those that break the model.
+    """
     bars, found = Bars(), outcome.report
     bars.at_most("lost", found.total("lost"), 0)
     bars.at_most("wrong", found.total("wrong"), 0)
@@ -169,6 +185,10 @@ def judge(outcome: Outcome) -> None:
         bars.at_most("late", found.total("late"), 0)
     else:
         print(f"---- late: {found.total('late')}, not judged: client or machine were too busy")
+    bars.at_least("answered right", found.right_share, least_right)
+    bars.at_most("faults never recovered from", found.total("unrecovered"), 0)
+    skipped = outcome.n_skipped / max(1, outcome.n_planned)
+    bars.at_most("faults without anything to break, share", skipped, MOST_SKIPPED)
     bars.empty("gauges", outcome.busy)
     bars.empty("left behind", outcome.left_behind)
     bars.empty("last call", "" if outcome.last is Verdict.RIGHT else outcome.last)

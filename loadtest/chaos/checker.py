@@ -11,11 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from embedsvc.bench.connection import Answer, ReplyError, read_reply
+from embedsvc.service import DEADLINE_RESERVE_S, DEADLINE_SHARE
 from loadtest.chaos.plan import Visit
 from loadtest.chaos.texts import Pool
 
 # An answer may come so much later than its deadline.
 GRACE_S = 0.25
+# The server may give a request up once so much of the time is over that it works on it.
+LEAST_TRIED = 0.9
 # A deadline this short can be refused as one that even an idle server does not keep.
 HOPELESS_S = 0.3
 # A killed worker's connections end at once.
@@ -53,6 +56,7 @@ class Call(NamedTuple):
         verdict: how it ended.
         why: what is wrong with it.
         n_texts: of the request.
+        poisoned: whether one of them breaks the model.
     """
 
     port: int
@@ -62,6 +66,7 @@ class Call(NamedTuple):
     verdict: Verdict
     why: str = ""
     n_texts: int = 0
+    poisoned: bool = False
 
 
 class _Error(Struct):
@@ -92,6 +97,13 @@ def judge(visit: Visit, request_id: str, answer: Answer, pool: Pool) -> tuple[Ve
     if _allowed(visit, answer, error):
         return _OF_STATUS[answer.status], ""
     return Verdict.WRONG, f"status {answer.status}: {error.message}"
+
+
+def tried_s(visit: Visit, default_deadline_s: float) -> float:
+    """Return the seconds for which a server must at least have tried before a request expires."""
+    if visit.timeout_s is None:
+        return LEAST_TRIED * default_deadline_s
+    return LEAST_TRIED * max(0.0, DEADLINE_SHARE * visit.timeout_s - DEADLINE_RESERVE_S)
 
 
 def _judge_vectors(visit: Visit, answer: Answer, pool: Pool) -> tuple[Verdict, str]:

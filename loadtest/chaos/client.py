@@ -14,7 +14,7 @@ import numpy as np
 
 from embedsvc.bench.connection import Answer, post
 from embedsvc.bench.scrape import Address
-from loadtest.chaos.checker import Call, Stall, Verdict, judge
+from loadtest.chaos.checker import Call, Stall, Verdict, judge, tried_s
 from loadtest.chaos.faulty import poisoned_text
 from loadtest.chaos.plan import Leave, Visit
 from loadtest.chaos.texts import Pool
@@ -89,7 +89,10 @@ class User:
         self._n_calls += 1
         request_id = f"{self._name}-{self._n_calls}"
         deadline_s = visit.timeout_s or self._run.default_deadline_s
-        call = Call(0, inf, 0.0, deadline_s, Verdict.LOST, n_texts=len(visit.picks))
+        call = Call(
+            0, inf, 0.0, deadline_s, Verdict.LOST,
+            n_texts=len(visit.picks), poisoned=bool(visit.poison),
+        )  # fmt: skip
         self._run.in_flight += 1
         try:
             async with asyncio.timeout(visit.leave_after_s):
@@ -107,7 +110,7 @@ class User:
         try:
             reader, writer = await self._connected(fresh=visit.fresh)
             port = writer.get_extra_info("sockname")[1]
-            sent = await self._send(writer, visit, request_id)
+            began, sent = await self._send(writer, visit, request_id)
             async with asyncio.timeout(call.deadline_s + GIVE_UP_S):
                 answer, answered = await _read(reader, slow=visit.slow_reader)
         except (OSError, EOFError) as error:
@@ -116,6 +119,11 @@ class User:
             why = f"no answer: {type(error).__name__}: {error}"
             return call._replace(port=port, sent=min(sent, ended), answered=ended, why=why)
         verdict, why = judge(visit, request_id, answer, self._run.pool)
+        # The server cannot have begun before, however late this process noticed what it had sent.
+        tried = answered - began
+        if verdict is Verdict.EXPIRED and tried < tried_s(visit, self._run.default_deadline_s):
+            early = f"gave up early, after {tried:.2f} of {call.deadline_s:g} s"
+            verdict, why = Verdict.WRONG, early
         if _CLOSE.search(answer.head):
             await self._part()
         return call._replace(port=port, sent=sent, answered=answered, verdict=verdict, why=why)
@@ -132,8 +140,15 @@ class User:
             self._writer.transport.set_write_buffer_limits(0)
         return self._reader, self._writer
 
-    async def _send(self, writer: asyncio.StreamWriter, visit: Visit, request_id: str) -> float:
-        """Send a request, slowly where its client is slow; return when it was sent."""
+    async def _send(
+        self, writer: asyncio.StreamWriter, visit: Visit, request_id: str
+    ) -> tuple[float, float]:
+        """Send a request, slowly where its client is slow.
+
+        Returns:
+            When its last piece began to be sent, and when it was.
+        """
+        began = perf_counter()
         request = self._request(visit, request_id)
         size = -(-len(request) // (len(visit.upload_pauses_s) + 1))
         try:
@@ -142,13 +157,14 @@ class User:
             ):
                 if writer.is_closing():
                     break
+                began = perf_counter()
                 writer.write(request[start : start + size])
                 await writer.drain()
                 await asyncio.sleep(pause_s)
         except ConnectionError:
             # The answer may have come before the end of the upload.
             pass
-        return perf_counter()
+        return began, perf_counter()
 
     def _request(self, visit: Visit, request_id: str) -> bytes:
         texts = [self._run.pool.texts[pick] for pick in visit.picks]

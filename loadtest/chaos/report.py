@@ -55,6 +55,7 @@ class Report:
     Attributes:
         rows: by fault.
         endings: calls by how they ended.
+        n_due: calls whose clients stayed, without texts that break the model.
         complaints: what was wrong, by its words.
         lag_p99_s: how late the client's own event loop was.
         others_cores: what processes besides client and server took of the machine.
@@ -62,6 +63,7 @@ class Report:
 
     rows: dict[str, Row]
     endings: Counter[str]
+    n_due: int
     complaints: Counter[str]
     lag_p99_s: float
     others_cores: float
@@ -70,6 +72,11 @@ class Report:
     def in_time(self) -> bool:
         """Whether the machine was quiet enough to tell late answers from a late machine."""
         return self.lag_p99_s <= MAX_LAG_S and self.others_cores <= MAX_OTHERS_CORES
+
+    @property
+    def right_share(self) -> float:
+        """Share of the calls that were due vectors and got them."""
+        return self.endings[Verdict.RIGHT] / max(1, self.n_due)
 
     def total(self, name: str) -> int:
         """Return the sum of a column."""
@@ -131,7 +138,8 @@ def report(
         if call.verdict is not Verdict.CUT:
             complaints[_complaint(call, late)] += 1
     endings = Counter(str(call.verdict) for call in calls)
-    return Report(rows, endings, complaints, lag_p99_s, others_cores)
+    n_due = sum(call.verdict is not Verdict.LEFT and not call.poisoned for call in calls)
+    return Report(rows, endings, n_due, complaints, lag_p99_s, others_cores)
 
 
 def _complaint(call: Call, late: float) -> str:
