@@ -37,6 +37,7 @@ MOST_OF_ALL = frozenset({
     "embedsvc_build_info",
     "embedsvc_cost_correction",
     "embedsvc_cost_seconds",
+    "embedsvc_edge_switch_gain_ratio",
     "embedsvc_event_loop_lag_seconds",
     "embedsvc_queue_oldest_seconds",
 })  # fmt: skip
@@ -173,6 +174,11 @@ class _VersionFamilies:
             "Measured over predicted time of recent batches, by padded width.",
             "width", "quantile",
         )  # fmt: skip
+        self.edge_switch_gain = self._gauge(
+            "edge_switch_gain_ratio",
+            "Share of the predicted cost that the last switch to other bucket edges saves on texts "
+            "they were not fitted to; 0 before the first.",
+        )
 
     def _add_counters(self) -> None:
         self.busy_seconds = self._counter(
@@ -253,6 +259,7 @@ class VersionMetrics:
         self.busy_seconds = families.busy_seconds.labels(model, version)
         self.rows = families.rows.labels(model, version)
         self.edge_switches = families.edge_switches.labels(model, version)
+        self.edge_switch_gain = families.edge_switch_gain.labels(model, version)
         self.tokenize = families.tokenize.labels(model, version)
         self.inference = families.inference.labels(model, version)
         self.queue = {

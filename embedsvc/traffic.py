@@ -44,6 +44,7 @@ async def follow_traffic(deployment: Deployment, interval_s: float = LOOK_INTERV
         refit.accept(switch)
         deployment.engine.set_edges(switch.edges)
         deployment.metrics.edge_switches.inc()
+        deployment.metrics.edge_switch_gain.set(switch.gain)
         log.info(
             "bucket edges switched model=%s predicted_gain=%.1f%% rate=%.0f/s edges=%s former=%s",
             deployment.config.name, 100 * switch.gain, rate,

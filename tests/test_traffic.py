@@ -13,7 +13,7 @@ from embedsvc.config import BatchingConfig
 from embedsvc.engine.cost import CostModel
 from embedsvc.service import Service
 from embedsvc.traffic import follow_traffic
-from embedsvc.tuning.refit import Refit
+from embedsvc.tuning.refit import MIN_GAIN, Refit
 from tests.test_service import NAME, make_config
 
 
@@ -52,6 +52,16 @@ async def check_following(service: Service) -> None:
     assert edges[-1] == 256
     assert 136 in edges
     assert refit.former == tuple(former)
+    assert MIN_GAIN < gain(service) < 1
+
+
+def gain(service: Service) -> float:
+    """Return what the last switch saves, as operators see it."""
+    (deployment,) = service._deployments.values()
+    labels = {"model": NAME, "version": deployment.settings.name}
+    found = service.metrics.registry.get_sample_value("embedsvc_edge_switch_gain_ratio", labels)
+    assert found is not None
+    return found
 
 
 async def test_configured_edges_are_left_alone(tmp_path: Path) -> None:
@@ -62,4 +72,5 @@ async def test_configured_edges_are_left_alone(tmp_path: Path) -> None:
         await asyncio.wait_for(follow_traffic(deployment, interval_s=0), timeout=5)
 
         assert deployment.refit is None
+        assert gain(service) == 0
         assert deployment.engine.policy.buckets.edges == [64, 256]
