@@ -183,9 +183,10 @@ def judge(outcome: Outcome, least_right: float) -> NoReturn:
     bars.at_most("wrong", found.total("wrong"), 0)
     if found.in_time:
         bars.at_most("late", found.total("late"), 0)
+        bars.at_least("answered right", found.right_share, least_right)
     else:
-        print(f"---- late: {found.total('late')}, not judged: client or machine were too busy")
-    bars.at_least("answered right", found.right_share, least_right)
+        figures = f"late {found.total('late')}, answered right {found.right_share:.2f}"
+        print(f"---- {figures}, not judged: client or machine were too busy")
     bars.at_most("faults never recovered from", found.total("unrecovered"), 0)
     skipped = outcome.n_skipped / max(1, outcome.n_planned)
     bars.at_most("faults without anything to break, share", skipped, MOST_SKIPPED)
