@@ -21,7 +21,6 @@ from embedsvc.engine.devices import Devices
 from embedsvc.engine.engine import Engine
 from embedsvc.engine.measured import measure
 from embedsvc.engine.policy import Policy
-from embedsvc.engine.recovery import Patience
 from embedsvc.engine.sequence import Request, Sequence
 from embedsvc.engine.warm_up import warm_up
 from embedsvc.errors import InvalidRequest
@@ -182,9 +181,8 @@ def deploy(
     version = model_config.versions[0]
     cache = Cache(config.server.cache_dir)
     loaded = load(version, where, cache, devices.owner)
-    load_s = time.perf_counter() - began
     try:
-        deployment = _deploy(model_config, loaded, load_s, devices, cache, metrics)
+        deployment = _deploy(model_config, loaded, devices, cache, metrics)
     except BaseException:
         loaded[2].close()
         raise
@@ -195,7 +193,6 @@ def deploy(
 def _deploy(
     model_config: ModelConfig,
     loaded: tuple[ModelFolder, Tokenizer, Model],
-    load_s: float,
     devices: Devices,
     cache: Cache,
     metrics: Metrics,
@@ -205,7 +202,7 @@ def _deploy(
     folder, tokenizer, model = loaded
     device, found = measure(model, folder, version, devices, cache)
     engine_metrics = metrics.version(model_config.name, version.name)
-    engine = _engine(model_config.name, version, model, device, found, engine_metrics, load_s)
+    engine = _engine(model_config.name, version, model, device, found, engine_metrics)
     if version.backend != "hash":
         check_golden(model, folder, cache)
     lengths = _shown_lengths(model.max_length, engine_metrics)
@@ -245,7 +242,6 @@ def _engine(
     device: Device,
     found: Calibration,
     metrics: VersionMetrics,
-    load_s: float,
 ) -> Engine:
     metrics.cost_is(asdict(found.cost))
     batching = version.batching
@@ -271,5 +267,4 @@ def _engine(
         BufferPool(partial(model.allocate, capacity, limits.max_batch_size), device.slots),
         Admission(batching.max_queue_sequences, batching.max_queue_tokens),
         metrics,
-        patience=Patience(load_s=load_s),
     )

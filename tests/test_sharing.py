@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, sharing: Sharing, cache_dir: Path) -> None:
         owner, self._line = owner_of(sharing)
         self.model: ProcessModel = PoisonedModel(
-            spec_of(cache_dir), first_limit_s=LONG_S, owner=owner
+            spec_of(cache_dir), first_limit_s=LONG_S, least_reload_limit_s=0.0, owner=owner
         )
         self.deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.limit_s = LONG_S
@@ -133,6 +133,19 @@ async def test_a_process_that_was_used_before_is_warm(server: Server) -> None:
 
     assert not first.model.warm
     assert second.model.warm
+
+
+async def test_who_attaches_knows_what_loading_takes(server: Server) -> None:
+    """A worker that found the model loaded gives the next load as long as whoever waited for it."""
+    first, second = await server.join(), await server.join()
+    told_s = second.model.load_s
+    await first.leave()
+    processes()[0].kill()
+    await second.death()
+    await second.load()
+
+    assert told_s == first.model.load_s > 0.0
+    assert await second.embed()
 
 
 async def test_all_learn_of_a_death_and_go_on_with_one_successor(server: Server) -> None:

@@ -31,7 +31,6 @@ class Patience:
     """How long an engine waits for a model that may die.
 
     Attributes:
-        load_s: seconds that loading takes, until it is measured.
         hang_limit_s: a batch that takes longer than this and than `hang_factor` times its
             prediction is taken for hung.
         hang_factor: see there.
@@ -40,7 +39,6 @@ class Patience:
         max_pause_s: the pauses double up to this.
     """
 
-    load_s: float = 10.0
     hang_limit_s: float = 10.0
     hang_factor: float = 20.0
     first_pause_s: float = 0.5
@@ -90,7 +88,6 @@ class Recovery:
         self._name = name
         self._model = model
         self._patience = patience
-        self._load_s = patience.load_s
         self._metrics = metrics
         self._clock = clock
         self._interrupted = threading.Event()
@@ -138,7 +135,7 @@ class Recovery:
         """Load the model, where it is dead, as often as it takes; False means stop."""
         while self.down:
             pause_s = next(self._pauses)
-            self._due = self._clock() + pause_s + self._load_s
+            self._due = self._clock() + pause_s + self._model.load_s
             if self._wait(pause_s):
                 return False
             self._load()
@@ -158,7 +155,6 @@ class Recovery:
         return self._undone.popleft() if self._undone else None
 
     def _load(self) -> None:
-        began = self._clock()
         try:
             self._model.load()
         except Exception as error:  # the next load may succeed; the service stays
@@ -171,7 +167,6 @@ class Recovery:
                 )  # fmt: skip
             return
         self._loaded_at = self._clock()
-        self._load_s = self._loaded_at - began
         self._good.clear()
         self._loads_in_vain = 0
         self.down = False

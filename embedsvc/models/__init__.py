@@ -44,6 +44,8 @@ class Model(Protocol):
     """Device as shown to users, e.g. `cpu`, `cuda:0`."""
     warm: bool
     """Whether others have run their batches on it before."""
+    load_s: float
+    """Seconds that the latest load took, whoever waited for it; 0 where none comes again."""
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -29,6 +29,8 @@ class Running(Protocol):
     """Socket to it, over which channels are sent once it is ready."""
     warm: bool
     """Others have run their batches on it before."""
+    load_s: float
+    """Seconds it took until it was ready, whoever waited for it; 0 before."""
 
     @property
     def pid(self) -> int:
@@ -97,6 +99,11 @@ class Child:
     def warm(self) -> bool:
         """Whether others have run their batches on it before."""
         return self._running.warm
+
+    @property
+    def load_s(self) -> float:
+        """Seconds it took until it was ready, whoever waited for it."""
+        return self._running.load_s
 
     def ready(self, limit_s: float) -> Ready:
         """Wait until it has loaded the model.

@@ -14,6 +14,7 @@ class InProcess:
     dim: int
     pad_id: int
     warm = False
+    load_s = 0.0
 
     @property
     def settings(self) -> Mapping[str, Any]:

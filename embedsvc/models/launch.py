@@ -16,6 +16,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import IO, Literal
 
 from embedsvc.errors import ModelError
@@ -41,6 +42,7 @@ class OwnProcess:
     Attributes:
         control: this end of the control socket.
         warm: nobody has run a batch on it before.
+        load_s: seconds it took until it was ready; 0 before.
 
     Raises:
         OSError: no process can be started.
@@ -49,7 +51,9 @@ class OwnProcess:
     warm = False
 
     def __init__(self, spec: Spec, worker: str) -> None:
+        self.load_s = 0.0
         self._spec = spec
+        self._began = monotonic()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -95,6 +99,7 @@ class OwnProcess:
         decoded = decode_answer(answer)
         if isinstance(decoded, Failed):
             raise ModelError(decoded.message)
+        self.load_s = monotonic() - self._began
         return decoded
 
     def kill(self) -> None:

@@ -63,6 +63,7 @@ class SharedProcess:
     def __init__(self, owner: Owner, wish: Attach) -> None:
         self.pid = 0
         self.warm = False
+        self.load_s = 0.0
         self.control: socket.socket
         self._source = wish.spec.folder.source
         self._supervisor = owner.ask(wish)
@@ -107,8 +108,8 @@ class SharedProcess:
         """Read what the supervisor says until the process is gone, or not needed any more."""
         while message := self._heard():
             match message:
-                case Attached(pid, warm, ready):
-                    self.pid, self.warm = pid, warm
+                case Attached(pid, warm, load_s, ready):
+                    self.pid, self.warm, self.load_s = pid, warm, load_s
                     self._answers.put(ready)
                 case Failed():
                     self._answers.put(message)

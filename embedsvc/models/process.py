@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from time import monotonic
 from typing import Any
 
 from embedsvc.errors import DeviceOutOfMemory, ModelDied, ModelError, ModelFailed
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Until more is known: large weights from a slow disk, kernels compiled at the first batches.
 FIRST_LIMIT_S = 600.0
-# A process that starts again and takes this much longer than the first is taken for hung.
+# A process that starts again and takes this much longer than those before is taken for hung.
 RELOAD_FACTOR, MIN_RELOAD_LIMIT_S = 10.0, 60.0
 
 
@@ -38,6 +37,7 @@ class ProcessModel:
     Args:
         spec: what to load.
         first_limit_s: longest time of the first load, and of a batch until `watch` says better.
+        least_reload_limit_s: what a later load may take, however quick those before were.
         owner: of the process, where several workers use one.
 
     Attributes:
@@ -47,7 +47,12 @@ class ProcessModel:
     worker = "embedsvc.models.worker"
 
     def __init__(
-        self, spec: Spec, *, first_limit_s: float = FIRST_LIMIT_S, owner: Owner | None = None
+        self,
+        spec: Spec,
+        *,
+        first_limit_s: float = FIRST_LIMIT_S,
+        least_reload_limit_s: float = MIN_RELOAD_LIMIT_S,
+        owner: Owner | None = None,
     ) -> None:
         self.dim = 0
         self.max_length = 0
@@ -56,9 +61,11 @@ class ProcessModel:
         self.device = ""
         self.settings: Mapping[str, Any] = {}
         self.warm = False
+        self.load_s = 0.0
         self._spec = spec
         self._owner = owner
         self._load_limit_s = first_limit_s
+        self._least_reload_limit_s = least_reload_limit_s
         self._limit_s: Callable[[int, int], float] = lambda rows, length: first_limit_s
         self._on_death: Callable[[str], None] | None = None
         self._stamps = self._stamp()
@@ -80,7 +87,6 @@ class ProcessModel:
         with self._loading:
             self._bury()
             self._check_unchanged()
-            began = monotonic()
             child = self._start()
             try:
                 ready = child.ready(self._load_limit_s)
@@ -95,13 +101,13 @@ class ProcessModel:
                 child.close()
                 raise
             self._take_over(ready)
-            self.warm = child.warm
-            seconds = monotonic() - began
-            limit_s = max(MIN_RELOAD_LIMIT_S, RELOAD_FACTOR * seconds)
+            # What the process took, not this worker: it may have found it loaded.
+            self.warm, self.load_s = child.warm, child.load_s
+            limit_s = max(self._least_reload_limit_s, RELOAD_FACTOR * self.load_s)
             self._load_limit_s = min(self._load_limit_s, limit_s)
         log.info(
             "model process ready model=%s pid=%d seconds=%.1f",
-            self._spec.folder.source, child.pid, seconds,
+            self._spec.folder.source, child.pid, self.load_s,
         )  # fmt: skip
 
     def watch(self, limit_s: Callable[[int, int], float], on_death: Callable[[str], None]) -> None:

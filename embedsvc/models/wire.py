@@ -110,11 +110,13 @@ class Attached(Struct, frozen=True, tag=True):
     Attributes:
         pid: its process id.
         warm: workers have run their batches on it before.
+        load_s: seconds it took until it was ready, for whoever waited all the time.
         ready: what it said.
     """
 
     pid: int
     warm: bool
+    load_s: float
     ready: Ready
 
 

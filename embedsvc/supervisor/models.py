@@ -137,7 +137,7 @@ class SharedModel:
             self._attach(user, outcome)
 
     def _attach(self, user: User, ready: Ready) -> None:
-        message = encode(Attached(self._process.pid, self.warm, ready))
+        message = encode(Attached(self._process.pid, self.warm, self._process.load_s, ready))
         with suppress(OSError):
             socket.send_fds(user, [message], [self._process.control.fileno()])
 
