@@ -234,6 +234,30 @@ def test_a_renewal_loses_no_counts_and_leaves_nothing_open(
     client.close()
 
 
+def test_a_successor_that_dies_is_replaced_while_the_old_worker_finishes(
+    server: Supervised, address: tuple[str, int]
+) -> None:
+    """Newcomers wait for neither."""
+    old = psutil.Process(workers(address)[0].pid)
+    held = [half_a_request(address) for _ in range(32)]
+    server.hang_up()
+    first = server.said(r"worker ready number=0 pid=(\d+)")
+    os.kill(int(first[1]), signal.SIGKILL)
+    server.said("worker 0 died: SIGKILL")
+    for _ in range(32):
+        client = Client(address)
+        client.embed()
+        client.close()
+    server.said(r"worker ready number=0 pid=(\d+)")
+    waited = not old.is_running()
+    for connection in held:
+        connection.close()
+    server.said("all workers are renewed")
+
+    assert not waited
+    assert len(workers(address)) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -37,6 +37,7 @@ class Child:
         pid: of its process.
         wishes: on which it asks for what workers share.
         ended: done with the exit status when everything it said has been heard.
+        relieved: done when another one has its place.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Child:
         self._loaded_at = 0.0
         self._serving: list[int] = []
         self._told: asyncio.Future[None] | None = None
+        self.relieved: asyncio.Future[None] = loop.create_future()
         self.ended = asyncio.create_task(self._follow())
 
     @classmethod

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -191,6 +192,7 @@ class Supervisor:
         self._sharing.models.warmed_up()
         log.info("worker ready number=%d pid=%d", number, successor.pid)
         before, self._places[number] = self._places[number], successor
+        before.relieved.set_result(None)
         self._assign()
         return before
 
@@ -199,20 +201,22 @@ class Supervisor:
         pauses = PATIENCE.pauses()
         while True:
             child = self._places[number]
-            await asyncio.wait([child.ended])
-            if self._places[number] is not child:
+            # One that was relieved goes on for a while; its successor may die meanwhile.
+            leaving: list[asyncio.Future[Any]] = [child.ended, child.relieved]
+            await asyncio.wait(leaving, return_when=FIRST_COMPLETED)
+            if child.relieved.done():
                 continue
             self._metrics.worker_deaths.inc()
             self._assign()
             why = f"died: {in_words(child.ended.result())}"
             if child.ready_s >= HEALTHY_S:
                 pauses = PATIENCE.pauses()
-            while self._places[number] is child:
+            while not child.relieved.done():
                 pause_s = next(pauses)
                 log.error("worker %d %s; another one starts in %.1f s", number, why, pause_s)
                 await asyncio.sleep(pause_s)
                 async with self._starting[number]:
-                    if self._places[number] is child:
+                    if not child.relieved.done():
                         try:
                             await self._succeed(number, self._config)
                         except StartError as error:
