@@ -221,6 +221,7 @@ def half_a_request(address: tuple[str, int]) -> socket.socket:
 class QuickService(FakeService):
     """A fake service of one configuration, which cannot serve a model from `NOWHERE`.
 
+    It loads from a named pipe until somebody has written to it.
     An isolated model is a real process, shared with the other workers.
     """
 
@@ -235,7 +236,9 @@ class QuickService(FakeService):
 
     async def start(self) -> None:
         """Become ready, or fail."""
-        if self.config.models[0].versions[0].source == NOWHERE:
+        source = self.config.models[0].versions[0].source
+        await asyncio.to_thread(_read_pipe, Path(source))
+        if source == NOWHERE:
             raise ModelError(f"models[0].source: no such folder: {NOWHERE}")
         if self._model is not None:
             await asyncio.to_thread(self._model.load)
@@ -256,6 +259,11 @@ class QuickService(FakeService):
         if self._model is not None:
             await asyncio.to_thread(self._model.close)
         await super().stop(drain_timeout_s)
+
+
+def _read_pipe(path: Path) -> None:
+    if path.is_fifo():
+        path.read_text()
 
 
 def main() -> None:

@@ -28,6 +28,10 @@ from embedsvc.supervisor.messages import (
 )
 from embedsvc.totals import Family
 
+# A worker that loads may be silent for so many times as long as one that serves: before its event
+# loop runs it imports its libraries, perhaps from a slow disk.
+LOADING_FACTOR = 5
+
 
 class Child:
     """A worker from its process's start to its end.
@@ -57,6 +61,7 @@ class Child:
         loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Loaded | Failed] = loop.create_future()
         self._loaded_at = 0.0
+        self._spoke = False
         self._serving: list[int] = []
         self._told: asyncio.Future[None] | None = None
         self.relieved: asyncio.Future[None] = loop.create_future()
@@ -110,13 +115,26 @@ class Child:
         """Have it load; the first thing it is told."""
         self.tell(Start(config, self.number, n_workers))
 
-    async def loaded(self) -> dict[str, Any]:
-        """Wait until it has loaded; return what it serves.
+    async def loaded(self, silent_s: float) -> dict[str, Any]:
+        """Wait until it has loaded, however long; return what it serves. One that hangs is killed.
+
+        Args:
+            silent_s: seconds after which one that serves and says nothing is taken for hung.
 
         Raises:
-            StartError: it cannot load, or it died.
+            StartError: it cannot load, it died, or it hangs.
         """
-        outcome = await asyncio.shield(self._loaded)
+        limit_s, n_silent_s = LOADING_FACTOR * silent_s, 0
+        while not self._loaded.done():
+            # See `answers`.
+            await asyncio.wait([self._loaded], timeout=1.0)
+            n_silent_s = 0 if self._spoke else n_silent_s + 1
+            self._spoke = False
+            if n_silent_s >= limit_s:
+                why = f"it said nothing for {limit_s:.0f} s while it loaded"
+                self._fail(Failed(f"worker {self.number} hangs: {why}"))
+                self.kill()
+        outcome = self._loaded.result()
         if isinstance(outcome, Failed):
             raise StartError(outcome.reason)
         return outcome.info
@@ -155,8 +173,9 @@ class Child:
 
     async def _follow(self) -> int:
         while (message := await self._line.hear()) is not None:
+            self._spoke = True
             match message:
-                case Loaded():
+                case Loaded() if not self._loaded.done():
                     self._loaded_at = time.monotonic()
                     self._loaded.set_result(message)
                 case Failed():

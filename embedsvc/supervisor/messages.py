@@ -53,6 +53,10 @@ class AllMetrics(Struct, frozen=True, tag=True):
     text: bytes
 
 
+class Loading(Struct, frozen=True, tag=True):
+    """From a worker that loads, every second: its event loop runs."""
+
+
 class Loaded(Struct, frozen=True, tag=True):
     """From a worker: every model is ready."""
 
@@ -76,7 +80,7 @@ class AskMetrics(Struct, frozen=True, tag=True):
 
 
 ToWorker = Start | Serve | Retire | Drain | TellMetrics | AllMetrics
-FromWorker = Loaded | Failed | OwnMetrics | AskMetrics
+FromWorker = Loading | Loaded | Failed | OwnMetrics | AskMetrics
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode

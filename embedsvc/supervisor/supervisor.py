@@ -144,11 +144,11 @@ class Supervisor:
         first, *others = self._places
         first.load(self._config, self._n)
         self._assign()
-        info = await first.loaded()
+        info = await first.loaded(self._silent_s)
         self._sharing.models.warmed_up()
         for child in others:
             child.load(self._config, self._n)
-        await asyncio.gather(*(child.loaded() for child in others))
+        await asyncio.gather(*(child.loaded(self._silent_s) for child in others))
         self._assign()
         return info
 
@@ -188,7 +188,7 @@ class Supervisor:
         """
         successor = await self._spawn(number)
         successor.load(config, self._n)
-        await successor.loaded()
+        await successor.loaded(self._silent_s)
         self._sharing.models.warmed_up()
         log.info("worker ready number=%d pid=%d", number, successor.pid)
         before, self._places[number] = self._places[number], successor

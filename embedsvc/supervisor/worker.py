@@ -25,6 +25,7 @@ from embedsvc.supervisor.messages import (
     Failed,
     Line,
     Loaded,
+    Loading,
     OwnMetrics,
     Retire,
     Serve,
@@ -125,6 +126,12 @@ class Worker(Server):
         self._tell_metrics()
         await self._line.flush()
         self._line.close()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Say once a second that the event loop runs, as long as a thread loads."""
+        if counter % 10 == 0 and self._service.state == "loading":
+            self._line.tell(Loading())
+        return await super().on_tick(counter)
 
     def _tell_loaded(self) -> None:
         spare_what_is_loaded()
