@@ -79,6 +79,7 @@ class Lane:
         for row in rows:
             self.leave(row)
         self._head_since.pop(request, None)
+        self._forget_gone()
         return rows
 
     def expired(self, now: float) -> Request | None:
@@ -132,6 +133,7 @@ class Lane:
                 self._head_since[request] = now
             else:
                 del self._flows[request]
+        self._forget_gone()
 
     def rebucket(self, edges: Seq[int]) -> None:
         """Sort the rows into other buckets; places and ages stay."""
@@ -144,6 +146,15 @@ class Lane:
             row.bucket = bisect_left(self._edges, row.length)
             self.counts[row.bucket] += 1
             self._queues[row.bucket].append(entry)
+
+    def _forget_gone(self) -> None:
+        """Let the requests that are gone, and their vectors, go once they are most of the heap.
+
+        They would stay for as long as one with a nearer deadline waits.
+        """
+        if len(self._deadlines) > 64 and len(self._deadlines) > 2 * len(self._flows):
+            self._deadlines = [(r.deadline, next(self._order), r) for r in self._flows]
+            heapq.heapify(self._deadlines)
 
     def _entry(self, bucket: int) -> tuple[float, int, Sequence]:
         queue = self._queues[bucket]
