@@ -6,13 +6,21 @@ import asyncio
 from collections.abc import Awaitable
 from collections.abc import Sequence as Seq
 from time import monotonic
+from typing import TypeVar
 
 import numpy as np
 
+from embedsvc.config import ServerConfig
 from embedsvc.engine.sequence import Key, Priority, Request, Sequence
 from embedsvc.errors import DeadlineExceeded, InvalidRequest
 from embedsvc.tokenization import Encoded
 
+T = TypeVar("T")
+
+# The answer must arrive before the client gives up: a share of its time, less a fixed reserve.
+DEADLINE_SHARE, DEADLINE_RESERVE_S = 0.95, 0.05
+# A request that states no deadline gets at least this many times its own predicted time.
+OWN_TIME_FACTOR = 3.0
 # Longer texts are refused: far beyond any model, and what has no white space is tokenized whole.
 MAX_TEXT_LENGTH = 1_000_000
 # Tokenizing estimates from here on is bounded by the deadline.
@@ -21,7 +29,20 @@ TIMED_TOKENS = 1_000
 CHARACTERS_PER_TOKEN = 4
 
 
-async def before(deadline: float, encoding: Awaitable[Seq[Encoded]], tokens: int) -> Seq[Encoded]:
+def time_s(server: ServerConfig, stated_s: float | None, own_s: float = 0.0) -> float:
+    """Return the seconds a request has.
+
+    Args:
+        server: its limits.
+        stated_s: seconds the client says it waits; None takes the server's default.
+        own_s: its predicted seconds on the idle server.
+    """
+    if stated_s is None:
+        return max(server.timeout_s, OWN_TIME_FACTOR * own_s)
+    return DEADLINE_SHARE * min(stated_s, server.max_timeout_s) - DEADLINE_RESERVE_S
+
+
+async def before(deadline: float, encoding: Awaitable[T], tokens: int) -> T:
     """Wait for the tokenizer until the deadline; few tokens take no time worth a timer.
 
     Raises:

@@ -26,7 +26,7 @@ from embedsvc.errors import (
     TooManyInputs,
     TooManyTokens,
 )
-from embedsvc.intake import before, check_sizes, estimate_tokens, request_of
+from embedsvc.intake import before, check_sizes, estimate_tokens, request_of, time_s
 from embedsvc.keys import read_keys
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
@@ -39,10 +39,6 @@ log = logging.getLogger(__name__)
 
 # A request of more texts is bulk unless it says otherwise.
 INTERACTIVE_INPUTS = 32
-# The answer must arrive before the client gives up: a share of its time, less a fixed reserve.
-DEADLINE_SHARE, DEADLINE_RESERVE_S = 0.95, 0.05
-# A request that states no deadline gets at least this many times its own predicted time.
-OWN_TIME_FACTOR = 3.0
 # At most one line about refusals in this time.
 REFUSAL_LOG_S = 1.0
 
@@ -168,15 +164,19 @@ class Service:
         *,
         prompt_name: str | None = None,
         add_special_tokens: bool = True,
-    ) -> list[list[Token]]:
-        """Return the tokens of each text, never truncated."""
+    ) -> list[Seq[Token]]:
+        """Return the tokens of each text, never truncated.
+
+        Raises:
+            RequestError: the answer the client gets instead.
+        """
         deployment = self._deployment(model)
-        prompt = deployment.prompt(prompt_name)
-        tokens = deployment.tokenizer.tokens
-        return await asyncio.to_thread(
-            lambda: [
-                tokens(text, prompt=prompt, add_special_tokens=add_special_tokens) for text in texts
-            ]
+        check_sizes(texts)
+        return await self._tokenizers.tokens(
+            deployment.tokenizer,
+            texts,
+            prompt=deployment.prompt(prompt_name),
+            add_special_tokens=add_special_tokens,
         )
 
     def catalog(self) -> list[CatalogEntry]:
@@ -236,7 +236,8 @@ class Service:
         if priority is None:
             priority = Priority.INTERACTIVE if n <= INTERACTIVE_INPUTS else Priority.BULK
         estimate = estimate_tokens(call.inputs, deployment.tokenizer.max_length)
-        deadline = monotonic() + self._time_s(call, engine.own_s(n, estimate))
+        own_s = engine.own_s(n, estimate)
+        deadline = monotonic() + time_s(self.config.server, call.timeout_s, own_s)
         try:
             claim = engine.admit(n, estimate, priority, deadline - monotonic(), call.key)
         except (Overloaded, NotReady):
@@ -291,17 +292,10 @@ class Service:
             add_special_tokens=call.add_special_tokens,
         )
 
-    def _time_s(self, call: EmbedCall, own_s: float) -> float:
-        """Return the seconds a call has, given its predicted seconds on the idle server."""
-        server = self.config.server
-        if call.timeout_s is None:
-            return max(server.timeout_s, OWN_TIME_FACTOR * own_s)
-        return DEADLINE_SHARE * min(call.timeout_s, server.max_timeout_s) - DEADLINE_RESERVE_S
-
     def _check_time(self, call: EmbedCall, own_s: float) -> None:
-        time_s = self._time_s(call, own_s)
-        if 0 < time_s < own_s:
+        allowed_s = time_s(self.config.server, call.timeout_s, own_s)
+        if 0 < allowed_s < own_s:
             raise InvalidRequest(
-                f"These texts take about {own_s:.1f} s on this idle server, {time_s:.1f} s are "
+                f"These texts take about {own_s:.1f} s on this idle server, {allowed_s:.1f} s are "
                 "allowed. Send fewer texts at once, or allow more time."
             )

@@ -98,7 +98,10 @@ class FakeService:
     async def tokenize(
         self, model: str, texts: list[str], *, prompt_name: str | None, add_special_tokens: bool
     ) -> list[list[Token]]:
-        """Return one token a text."""
+        """Return one token a text, when there is no gate or it is open."""
+        self.entered.set()
+        if self.gate is not None:
+            await self.gate.wait()
         return [[Token(1, text, False, 0, len(text))] for text in texts]
 
     def catalog(self) -> list[CatalogEntry]:

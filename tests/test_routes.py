@@ -15,6 +15,7 @@ import pytest
 from embedsvc.config import Config, ServerConfig
 from embedsvc.http.app import create_app
 from embedsvc.http.replies import SLICE_TOKENS, tokens_reply
+from embedsvc.http.routes import SHORT_BYTES, TOKENIZE_AT_ONCE
 from embedsvc.service import State
 from embedsvc.tokenization import Token
 from tests.http_fakes import (
@@ -66,7 +67,7 @@ async def test_tokens_are_shown(client: httpx.AsyncClient, body: dict[str, Any])
 def test_many_tokens_are_written_as_few(n: int) -> None:
     """In slices, of which nothing is seen."""
     tokens = [Token(k, f'"{k}', False, k or None, k + 1) for k in range(n)]
-    written = json.loads(tokens_reply("a\nb", [tokens, tokens[:1]]))
+    written = json.loads(b"".join(tokens_reply("a\nb", [tokens, tokens[:1]])))
 
     assert written == {
         "model": "a\nb",
@@ -75,6 +76,26 @@ def test_many_tokens_are_written_as_few(n: int) -> None:
             for index, part in enumerate([tokens, tokens[:1]])
         ],
     }
+
+
+async def test_few_are_tokenized_at_once(service: FakeService, client: httpx.AsyncClient) -> None:
+    """The others are told when to come back; short ones need no place."""
+    service.gate = asyncio.Event()
+    long, short = {"input": "a" * SHORT_BYTES}, {"input": "a"}
+    held = []
+    for body in [long] * TOKENIZE_AT_ONCE + [short]:
+        service.entered.clear()
+        held.append(asyncio.create_task(client.post("/tokenize", json=body)))
+        await service.entered.wait()
+    refused = await client.post("/tokenize", json=long)
+    service.gate.set()
+    served = [*await asyncio.gather(*held), await client.post("/tokenize", json=long)]
+
+    assert refused.status_code == 429
+    assert error_of(refused)["message"].endswith("send this one again.")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert counted(service)["429", "overloaded"] == 1
+    assert [response.status_code for response in served] == [200] * (TOKENIZE_AT_ONCE + 2)
 
 
 @pytest.mark.parametrize("body", [{}, {"input": [1]}, {"input": 3}, {"input": "a", "model": 3}])

@@ -27,7 +27,7 @@ from embedsvc.bench.serving import Server, served
 from embedsvc.bench.study import Study, plan_of, study
 from embedsvc.config import BatchingConfig, Config
 from embedsvc.errors import ConfigError, EmbedsvcError
-from embedsvc.service import DEADLINE_RESERVE_S, DEADLINE_SHARE
+from embedsvc.intake import DEADLINE_RESERVE_S, DEADLINE_SHARE
 from embedsvc.tuning.predict import SHORT_TOKENS, Plan, Point, Series, predict_arrivals, quantile
 from embedsvc.tuning.simulate import Arrival
 

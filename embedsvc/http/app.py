@@ -104,8 +104,8 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> App:
         logging_config=None,
     )
     app.endpoint, app.journal = endpoint, journal
-    app.state.draining = False
-    app.state.request_ids, app.state.room = request_ids, room
+    app.state.draining, app.state.request_ids = False, request_ids
+    app.state.room, app.state.tokenizing = room, asyncio.Semaphore(routes.TOKENIZE_AT_ONCE)
     app.state.worker = {"number": 0, "of": 1, "pid": os.getpid()}
     app.state.all_metrics = _metrics_of(service)
     return app

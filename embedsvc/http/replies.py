@@ -1,6 +1,6 @@
 """Replies as bytes: vectors, errors in OpenAI's envelope, and the headers of both.
 
-Knows nothing of requests, services or sockets. Runs on the event loop, but for what says otherwise.
+Knows nothing of requests, services or sockets. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Header = tuple[bytes, bytes]
 
 # Values written between two turns of the event loop: 128 rows of 384, 1.5 ms.
 SLICE_VALUES = 128 * 384
-# Tokens written between two chances for the event loop to run: 0.3 ms.
-SLICE_TOKENS = 1000
+# Tokens made and written between two turns of the event loop: about a millisecond.
+SLICE_TOKENS = 250
 JSON_CONTENT = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 REPLY_START = b'{"object":"list","data":['
@@ -125,14 +125,21 @@ def reply_end(model: str, prompt_tokens: int) -> bytes:
     )
 
 
-def tokens_reply(model: str, tokenized: Sequence[Sequence[Token]]) -> bytes:
-    """Write the reply of the tokenize route; on a thread, since there may be very many tokens."""
-    data = []
+def tokens_reply(model: str, tokenized: Sequence[Sequence[Token]]) -> Iterator[bytes]:
+    """Write the reply of the tokenize route, in slices of about `SLICE_TOKENS` tokens."""
+    written, n = [b'{"model":%s,"data":[' % orjson.dumps(model)], 0
     for index, tokens in enumerate(tokenized):
-        starts = range(0, len(tokens), SLICE_TOKENS)
-        written = b",".join(orjson.dumps(tokens[k : k + SLICE_TOKENS])[1:-1] for k in starts)
-        data.append(b'{"index":%d,"count":%d,"tokens":[%s]}' % (index, len(tokens), written))
-    return b'{"model":%s,"data":[%s]}' % (orjson.dumps(model), b",".join(data))
+        start = b'{"index":%d,"count":%d,"tokens":[' % (index, len(tokens))
+        written.append(b"," + start if index else start)
+        for k in range(0, len(tokens), SLICE_TOKENS):
+            part = tokens[k : k + SLICE_TOKENS]
+            written.append(b"," + orjson.dumps(part)[1:-1] if k else orjson.dumps(part)[1:-1])
+            n += len(part)
+            if n >= SLICE_TOKENS:
+                yield b"".join(written)
+                written, n = [], 0
+        written.append(b"]}")
+    yield b"".join([*written, b"]}"])
 
 
 def _float_row(index: int, vector: npt.NDArray[np.float32]) -> bytes:

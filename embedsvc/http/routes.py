@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from litestar import Request, Response, post, route
@@ -25,6 +28,7 @@ from embedsvc.errors import (
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
+    Overloaded,
     RequestError,
     RouteNotFound,
     TooManyInputs,
@@ -33,7 +37,15 @@ from embedsvc.errors import (
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import Room, read_body
 from embedsvc.http.decoding import BodyDecoder
-from embedsvc.http.protocol import bug, default_model, not_ready
+from embedsvc.http.protocol import (
+    bug,
+    client_of,
+    default_model,
+    not_ready,
+    stated_timeout_s,
+    until_disconnect,
+    until_gone,
+)
 from embedsvc.http.replies import Header, RequestIds, error_reply, tokens_reply
 from embedsvc.http.schemas import (
     LargeTokenizeRequest,
@@ -42,6 +54,7 @@ from embedsvc.http.schemas import (
     texts,
     texts_field,
 )
+from embedsvc.intake import CHARACTERS_PER_TOKEN, before, time_s
 from embedsvc.metrics import CONTENT_TYPE
 from embedsvc.service import Service
 
@@ -54,6 +67,13 @@ ServiceOfApp = NamedDependency[SkipValidation[Service]]
 # Load balancers ask for the head alone.
 readable = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
+# So many requests are tokenized at once: each takes its turns on the tokenizer's threads and on the
+# event loop beside embeddings.
+TOKENIZE_AT_ONCE = 2
+# Bodies up to this size are tokenized and written in a few milliseconds, whatever others do.
+SHORT_BYTES = 4096
+# When those who find no place may come back.
+TOKENIZE_RETRY_S = 1.0
 _TOKENIZE_DECODER = BodyDecoder(TokenizeRequest, LargeTokenizeRequest)
 # Where an error leaves its reason in the state of a request's scope.
 _REASON = "embedsvc.reason"
@@ -95,27 +115,69 @@ async def retrieve_model(
 
 @post("/tokenize", status_code=200)
 async def tokenize(request: AnyRequest, service: ServiceOfApp) -> Response[bytes]:
-    """Return the tokens of texts, as the model would see them."""
+    """Return the tokens of texts, as the model would see them.
+
+    Raises:
+        RequestError: the answer the client gets instead.
+    """
     _need_key(request, service)
     if not service.accepting:
         raise not_ready(service)
     limits = service.config.server
     headers = dict(request.scope["headers"])
+    stated_s = stated_timeout_s(headers, limits.max_timeout_s)
+    deadline = monotonic() + time_s(limits, stated_s)
+    client = client_of(request.scope)
     room: Room = request.app.state.room
     with room.share(limits.max_body_bytes) as share:
         body = await read_body(headers, request.receive, share)
-        asked = await _TOKENIZE_DECODER.decode(body, limits)
+        async with _place(request.app.state.tokenizing, len(body)):
+            work = _tokens(body, service, deadline)
+            if client is None:
+                written = await until_disconnect(request.receive, work)
+            else:
+                written = await until_gone(client, work)
+    return Response(written, media_type=MediaType.JSON, headers=_id_header(request))
+
+
+@asynccontextmanager
+async def _place(places: asyncio.Semaphore, n_bytes: int) -> AsyncIterator[None]:
+    """Hold one of the few places of those who tokenize; short bodies need none."""
+    if n_bytes <= SHORT_BYTES:
+        yield
+        return
+    if places.locked():
+        raise Overloaded(
+            f"At most {TOKENIZE_AT_ONCE} long requests are tokenized at once; send this one again.",
+            retry_after_s=TOKENIZE_RETRY_S,
+        )
+    async with places:
+        yield
+
+
+async def _tokens(body: bytes | bytearray, service: Service, deadline: float) -> bytes:
+    """Return the reply to a body, whose texts are tokenized and written until the deadline."""
+    limits = service.config.server
+    asked = await _TOKENIZE_DECODER.decode(body, limits)
     model = model_name(asked.model, default_model(service))
     inputs = texts(asked)
     _check_size(inputs, texts_field(asked), limits)
-    tokenized = await service.tokenize(
-        model,
-        inputs,
-        prompt_name=asked.prompt_name,
-        add_special_tokens=asked.add_special_tokens is not False,
-    )
-    written = await asyncio.to_thread(tokens_reply, model, tokenized)
-    return Response(written, media_type=MediaType.JSON, headers=_id_header(request))
+
+    async def write() -> bytes:
+        tokenized = await service.tokenize(
+            model,
+            inputs,
+            prompt_name=asked.prompt_name,
+            add_special_tokens=asked.add_special_tokens is not False,
+        )
+        written: list[bytes] = []
+        for part in tokens_reply(model, tokenized):
+            if written:
+                await asyncio.sleep(0)
+            written.append(part)
+        return b"".join(written)
+
+    return await before(deadline, write(), sum(map(len, inputs)) // CHARACTERS_PER_TOKEN)
 
 
 def _check_size(inputs: list[str], field: str, limits: ServerConfig) -> None:

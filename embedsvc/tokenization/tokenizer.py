@@ -19,7 +19,7 @@ from embedsvc.models.pretrained import open_tokenizer, read_by_transformers
 from embedsvc.models.source import ModelFolder
 from embedsvc.tokenization.cuts import CHARACTERS_PER_TOKEN, Cuts
 from embedsvc.tokenization.plaintext import BARE, Frame, PlainText
-from embedsvc.tokenization.tokens import Encoded, Token
+from embedsvc.tokenization.tokens import Encoded, Tokens
 
 # A text of more characters per allowed token is first cut: twice what one cut takes.
 CUT_ABOVE = 2 * CHARACTERS_PER_TOKEN
@@ -129,36 +129,19 @@ class Tokenizer:
             raise self._not_an_id(ids, index)
         return self._encoded(list(ids), truncate, _NO_PROMPT, BARE, index)
 
-    def tokens(
-        self, text: str, *, prompt: str = "", add_special_tokens: bool = True
-    ) -> list[Token]:
-        """Return the tokens of a text, never truncated.
+    def tokens(self, text: str, *, prompt: str = "", add_special_tokens: bool = True) -> Tokens:
+        """Return the tokens of a text, never truncated; releases the GIL meanwhile.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
         """
-        whole, spelled = prompt + text, self._plain.spell(prompt)
         try:
-            encoding = self._plain.tokenizer.encode_batch(
-                [spelled + text], add_special_tokens=add_special_tokens
-            )[0]
+            [encoding] = self._plain.tokenizer.encode_batch(
+                [self._plain.spell(prompt) + text], add_special_tokens=add_special_tokens
+            )
         except TypeError as error:
             raise _not_text([text], 0) from error
-        origins = self._plain.origins(prompt)
-        shift = len(prompt) - len(spelled)
-        found = zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True)
-        tokens = []
-        for number, places, added in found:
-            name = self._plain.special.get(number)
-            start, stop = (origins[x] if x < len(origins) else x + shift for x in places)
-            shown = name or whole[start:stop] or self._plain.tokenizer.id_to_token(number) or ""
-            special = name is not None
-            tokens.append(
-                Token(number, shown, True, None, None)
-                if added
-                else Token(number, shown, special, start, stop)
-            )
-        return tokens
+        return Tokens(encoding, self._plain, prompt, text)
 
     # --- steps of encode -------------------------------------------------------------------------
 
