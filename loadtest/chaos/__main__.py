@@ -39,9 +39,10 @@ from loadtest.target import Bars, arguments
 
 # Load before the first fault.
 WARM_UP_S = 2.0
-# Requests of one kind at once, and texts of each, so that every pool of threads grows to its size:
-# that of the event loop and, with texts that take more than one thread, that of the tokenizer.
-AT_ONCE = {"/tokenize": (64, 256), "/v1/embeddings": (16, 64)}
+# Requests at once, so that every pool of threads grows to its size: that of the event loop by
+# bodies that are decoded there, that of the tokenizer by texts that take more than one thread.
+N_LARGE, LARGE_CHARACTERS = 32, 1 << 21
+N_MANY, MANY_TEXTS = 16, 64
 # A process that was stopped while it loaded is given up after a minute.
 RECOVERED_WITHIN_S, IDLE_WITHIN_S = 75.0, 5.0
 # Calls that must be answered right: a real model is down for seconds after each fault.
@@ -132,19 +133,23 @@ async def storm(target: Target, args: argparse.Namespace) -> Outcome:
 async def warmed_up(target: Target) -> Census:
     """Let the server make what it makes once, when it is first needed; count what it holds."""
     await break_config(target)
-    for path, (n_requests, n_texts) in AT_ONCE.items():
-        await asyncio.gather(*(ask(target, path, n_texts) for _ in range(n_requests)))
+    run = target.run
+    for n, model, texts in (
+        (N_LARGE, "nobody's", ["a" * LARGE_CHARACTERS]),
+        (N_MANY, run.model, run.pool.texts[:MANY_TEXTS]),
+    ):
+        await asyncio.gather(*(ask(target, model, texts) for _ in range(n)))
     await asyncio.sleep(WARM_UP_S)
     target.journal.clear()
     return census(target.pid)
 
 
-async def ask(target: Target, path: str, n_texts: int) -> None:
+async def ask(target: Target, model: str, texts: list[str]) -> None:
     """Send some texts and wait for the answer, whatever it is."""
-    run = target.run
-    asked = {"model": run.model, "input": run.pool.texts[:n_texts]}
-    connection = Connection(*run.address)
-    await connection.send(post(*run.address, path, msgspec.json.encode(asked)))
+    address = target.run.address
+    connection = Connection(*address)
+    body = msgspec.json.encode({"model": model, "input": texts})
+    await connection.send(post(*address, "/v1/embeddings", body))
     connection.close()
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from embedsvc.bench.connection import Answer, ReplyError, read_reply
-from embedsvc.service import DEADLINE_RESERVE_S, DEADLINE_SHARE
+from embedsvc.intake import DEADLINE_RESERVE_S, DEADLINE_SHARE
 from loadtest.chaos.plan import Visit
 from loadtest.chaos.texts import Pool
 
