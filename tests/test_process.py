@@ -332,6 +332,12 @@ def test_a_model_whose_process_cannot_start_says_so(tmp_path: Path) -> None:
     model.close()
 
 
+def all_stopped(pid: int) -> bool:
+    """Say whether every thread of a process is stopped."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_it_dies_with_its_server(tmp_path: Path, stopped: bool) -> None:
     """Even one that is in a batch, or stopped, when the server is killed."""
@@ -346,6 +352,9 @@ def test_it_dies_with_its_server(tmp_path: Path, stopped: bool) -> None:
     (process,) = psutil.Process(server.pid).children()
     if stopped:
         process.suspend()
+        # The kernel wakes what its parent leaves behind stopped, but not what is about to stop.
+        while not all_stopped(process.pid):
+            os.sched_yield()
 
     server.kill()
     server.wait()
