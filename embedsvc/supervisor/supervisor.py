@@ -99,8 +99,9 @@ class Supervisor:
         self._hung_up = asyncio.Event()
         self._sharing = Sharing()
         self._metrics, self._totals = Metrics(), Totals()
-        self._scraping = asyncio.Lock()
-        self._answering: set[asyncio.Task[None]] = set()
+        # Those who want the metrics of all, once for each time that they asked.
+        self._asking: list[Child] = []
+        self._answering: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Start, supervise, and end when told.
@@ -272,22 +273,22 @@ class Supervisor:
         if families is not None:
             self._totals.tell(child, families)
             return
-        answering = asyncio.create_task(self._tell_all_metrics(child))
-        self._answering.add(answering)
-        answering.add_done_callback(self._answering.discard)
+        self._asking.append(child)
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._tell_all_metrics())
 
-    async def _tell_all_metrics(self, asking: Child) -> None:
-        async with self._scraping:
-            telling = [
-                asyncio.ensure_future(child.numbers_told())
-                for child in self._children
-                if child.ready or child is asking
-            ]
-            if telling:
+    async def _tell_all_metrics(self) -> None:
+        """Ask all for their numbers, once for everybody who wants them by now."""
+        while self._asking:
+            asking, self._asking = self._asking, []
+            those = [child for child in self._children if child.ready or child in asking]
+            if telling := [asyncio.ensure_future(child.numbers_told()) for child in those]:
                 await asyncio.wait(telling, timeout=METRICS_S)
             own = [f for f in families_of(self._metrics.registry) if f.kind in COUNTED]
             self._totals.tell(self, own)
-            asking.tell(AllMetrics(self._totals.render()))
+            answer = AllMetrics(self._totals.render())
+            for child in asking:
+                child.tell(answer)
 
     # --- the end ---------------------------------------------------------------------------------
 
