@@ -30,7 +30,7 @@ from embedsvc.totals import Family
 
 # A worker that loads may be silent for so many times as long as one that serves: before its event
 # loop runs it imports its libraries, perhaps from a slow disk.
-LOADING_FACTOR = 5
+LOADING_FACTOR = 15
 
 
 class Child:

@@ -36,9 +36,9 @@ FIXED = ("host", "port", "workers")
 METRICS_S = 1.0
 # How often all workers are asked for their numbers, and after how many seconds without an answer
 # one is taken for hung: far beyond what the longest body or a full collection keeps it from.
-ASK_S, SILENT_S = 10.0, 30.0
+ASK_S, SILENT_S = 5.0, 10.0
 # What a worker may take to end beyond its drain times.
-END_SLACK_S = 20.0
+END_SLACK_S = 8.0
 
 Reread = Callable[[], Config]
 OnReady = Callable[[str, dict[str, Any]], None]
