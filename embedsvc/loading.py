@@ -45,7 +45,7 @@ def load(
             model = load_model(version, folder, cache.directory, owner)
             try:
                 return folder, opening.result(), model
-            except ModelError:
+            except BaseException:
                 model.close()
                 raise
     except ModelError as error:

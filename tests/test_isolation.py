@@ -22,7 +22,7 @@ from embedsvc.config import (
 )
 from embedsvc.deployment import deploy
 from embedsvc.engine.devices import Devices
-from embedsvc.errors import ModelError
+from embedsvc.errors import ModelError, StartError
 from embedsvc.loading import load
 from embedsvc.metrics import Metrics
 from embedsvc.models import isolated, load_model
@@ -149,13 +149,16 @@ def test_torch_in_its_own_process_gives_the_same_vectors(tmp_path: Path) -> None
 def test_a_broken_tokenizer_leaves_no_process(tmp_path: Path) -> None:
     """It is read while the model is loaded; the start ends with its error."""
     tiny.save_folder(tmp_path, "bert", Pooling(tiny.HIDDEN, "mean"))
+    short = VersionConfig(source=str(tmp_path / "folder"), device="cpu", max_length=1)
+    with pytest.raises(StartError, match="max_length"):
+        load(short, "models[0]", Cache(tmp_path))
+    assert processes() == []
+
     for file in (tmp_path / "folder").rglob("tokenizer.json"):
         file.write_text("{")
     version = VersionConfig(source=str(tmp_path / "folder"), device="cpu")
-
     with pytest.raises(ModelError, match=r"models\[0\]: .*tokenizer"):
         load(version, "models[0]", Cache(tmp_path))
-
     assert processes() == []
 
 

@@ -337,7 +337,7 @@ async def test_who_cannot_wait_for_the_model_is_told_when_to_come(
         with pytest.raises(NotReady) as refused:
             admit(rig.engine, left_s=1.0)
 
-    assert refused.value.retry_after_s == pytest.approx(load_s, abs=8.0)
+    assert refused.value.retry_after_s == pytest.approx(load_s, abs=4.0)
     assert "restarting" in refused.value.message
 
 

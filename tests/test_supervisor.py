@@ -131,6 +131,19 @@ def test_metrics_are_those_of_all_whoever_is_asked(address: tuple[str, int]) -> 
     other.close()
 
 
+def test_all_who_ask_for_metrics_at_once_are_answered(address: tuple[str, int]) -> None:
+    """Twice as many as workers and more: each asks for those of all."""
+    scrapers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(16)]
+    for scraper in scrapers:
+        scraper.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    answers = [scraper.makefile("rb").read() for scraper in scrapers]
+    for scraper in scrapers:
+        scraper.close()
+
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+    assert all(b"\nembedsvc_workers 2.0\n" in answer for answer in answers)
+
+
 def test_the_supervisor_imports_nothing_heavy() -> None:
     """It needs memory for nothing but its workers."""
     script = (
