@@ -47,10 +47,10 @@ def test_a_device_is_at_rest_a_while_after_its_last_batch() -> None:
     now += 1.0
     device.acquire(0.0)
     device.acquire(0.0)
-
-    assert [*seen, device.rested] == [True, False, True, False]
-
+    seen.append(device.rested)
     device.close()
+
+    assert seen == [True, False, True, False]
 
 
 def test_a_thread_outlives_what_fails_on_it(device: Device) -> None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 # Whoever stops a server decides about this process too.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How long a process whose device is lost waits for its end.
+TOLD_S = 5.0
 # Where memory runs out the kernel takes this process and leaves the server, which starts another.
 OOM_SCORE_ABOVE, MAX_OOM_SCORE = 300, 1000
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
@@ -150,6 +153,8 @@ def _answer(model: Model, channel: socket.socket, buffers: dict[int, HostBuffer]
         status = _run(model, buffers[number], a, b, threads)
         channel.send(REPLY.pack(status))
         if status == Status.DEVICE_LOST:
+            # Whoever is told ends this process, for this reason; it may be gone itself.
+            time.sleep(TOLD_S)
             os._exit(1)
     return True
 
