@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from uvicorn.server import ServerState
 
 from embedsvc.http.connection import MAX_BUFFERED_BYTES, Connection
@@ -25,12 +24,10 @@ READ_BYTES = 256 * 1024
 @asynccontextmanager
 async def wired(app: App, state: ServerState | None = None) -> AsyncIterator[Wire]:
     """Yield a connection to a server of an app."""
-    config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None)
-    config.load()
     terms = Terms(header_timeout_s=60, body_timeout_s=60, write_timeout_s=60)
     state = state or ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(terms=terms, config=config, server_state=state, app_state={"x": 1}),
+        lambda: Connection(terms=terms, app=app, server_state=state, app_state={"x": 1}),
         "127.0.0.1",
         0,
     )

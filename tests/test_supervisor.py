@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 
 import psutil
@@ -148,7 +152,7 @@ def test_the_supervisor_imports_nothing_heavy() -> None:
     """It needs memory for nothing but its workers."""
     script = (
         "import sys, embedsvc.supervisor.supervisor; "
-        "print({'torch', 'transformers', 'litestar', 'uvicorn'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'litestar'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
 
@@ -200,6 +204,92 @@ def test_a_worker_that_hangs_is_replaced(server: Supervised, address: tuple[str,
     assert kept.metric(REQUESTS) >= before
     kept.close()
     lost.close()
+
+
+# --- no worker is ready --------------------------------------------------------------------------
+
+
+def ask(
+    address: tuple[str, int], method: str, path: str, body: str = ""
+) -> tuple[int, HTTPMessage, bytes]:
+    """Return status, headers and body of the answer to one request on a connection of its own."""
+    connection = HTTPConnection(*address, timeout=WAIT_S)
+    connection.request(method, path, body, {"x-request-id": "mine"})
+    reply = connection.getresponse()
+    content = reply.read()
+    connection.close()
+    return reply.status, reply.headers, content
+
+
+def assert_says_that_it_is_not_ready(address: tuple[str, int], n_before: float) -> None:
+    """Every kind of request is answered at once, on whichever socket it comes."""
+    for _ in range(16):
+        status, headers, body = ask(address, "POST", "/v1/embeddings", "x" * (1 << 20))
+        assert status == 503
+        assert headers["retry-after"] == "2"
+        assert headers["x-request-id"] == "mine"
+        assert headers["connection"] == "close"
+        assert json.loads(body)["error"]["code"] == "not_ready"
+    assert ask(address, "GET", "/health/live")[::2] == (200, b'{"status":"live"}')
+    assert ask(address, "GET", "/health/ready")[::2] == (503, b'{"state":"loading"}')
+    assert ask(address, "HEAD", "/health")[::2] == (503, b"")
+    assert ask(address, "GET", "/info")[0] == 503
+    metrics = ask(address, "GET", "/metrics")[2].decode()
+    assert "\nembedsvc_ready 0.0\n" in metrics
+    assert "\nembedsvc_workers 0.0\n" in metrics
+    (count,) = re.findall(r'embedsvc_requests_total{.*status="503"} (.*)', metrics)
+    assert float(count) == n_before + 17
+
+
+class Gate:
+    """A source of models at which workers that load wait until it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "gate"
+
+    def shut(self) -> None:
+        """Let those wait who load from now on."""
+        self.path.unlink(missing_ok=True)
+        os.mkfifo(self.path)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait until somebody waits; let all go in the end, and those who come later."""
+        writer = os.open(self.path, os.O_WRONLY)
+        yield
+        free = self.path.with_suffix(".free")
+        free.touch()
+        free.replace(self.path)
+        os.close(writer)
+
+
+def test_somebody_answers_while_no_worker_is_ready(tmp_path: Path) -> None:
+    """While the first one loads, and after all have died, until one is ready again."""
+    gate = Gate(tmp_path)
+    gate.shut()
+    text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
+    with Supervised(tmp_path, text=text) as server:
+        with gate.held():
+            (address,) = {
+                connection.laddr
+                for connection in psutil.Process(server.child.pid).net_connections("tcp")
+            }
+            assert_says_that_it_is_not_ready(address, 0)
+        assert server.address() == address
+        before = workers(address)
+
+        gate.shut()
+        for worker in before:
+            os.kill(worker.pid, signal.SIGKILL)
+            server.said(f"worker {worker.number} died")
+        with gate.held():
+            assert_says_that_it_is_not_ready(address, 17)
+        for _ in before:
+            server.said("worker ready")
+        for _ in range(16):
+            assert ask(address, "GET", "/health/ready")[0] == 200
+        assert len(workers(address)) == 2
+        assert psutil.Process(server.child.pid).num_fds() == server.n_files
 
 
 # --- SIGHUP --------------------------------------------------------------------------------------

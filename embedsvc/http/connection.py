@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, cast
-
-import uvicorn
-from litestar.types import ASGIApp
-from uvicorn.server import ServerState
+from typing import TYPE_CHECKING, Any, cast
 
 from embedsvc.errors import RequestError, RequestTimeout
 from embedsvc.http.exchange import Exchange, scope_of
@@ -20,6 +16,10 @@ from embedsvc.http.parser import Head, RequestParser
 from embedsvc.http.replies import CLOSE, Header, error_reply, head_of_reply
 from embedsvc.http.sockets import address_of, readable
 from embedsvc.http.timing import Deadline, Terms
+
+if TYPE_CHECKING:
+    from litestar.types import ASGIApp
+    from uvicorn.server import ServerState
 
 # A body is read no further while so much of it waits for the app.
 MAX_BUFFERED_BYTES = 1024 * 1024
@@ -35,13 +35,13 @@ class Connection(asyncio.Protocol):
         self,
         *,
         terms: Terms,
-        config: uvicorn.Config,
+        app: ASGIApp,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._terms = terms
-        self._app = cast("ASGIApp", config.loaded_app)
+        self._app = app
         self._server_state = server_state
         self._app_state = app_state
         self._loop = _loop or asyncio.get_running_loop()

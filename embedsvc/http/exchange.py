@@ -11,20 +11,20 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from litestar.types import (
-    ASGIApp,
-    HTTPReceiveMessage,
-    HTTPResponseBodyEvent,
-    HTTPResponseStartEvent,
-    HTTPScope,
-    Message,
-)
-
 from embedsvc.errors import InternalError, NotReady, RequestError
 from embedsvc.http.parser import Head, split_target
 from embedsvc.http.replies import CLOSE, head_of_reply
 
 if TYPE_CHECKING:
+    from litestar.types import (
+        ASGIApp,
+        HTTPReceiveMessage,
+        HTTPResponseBodyEvent,
+        HTTPResponseStartEvent,
+        HTTPScope,
+        Message,
+    )
+
     from embedsvc.http.connection import Connection
 
 log = logging.getLogger(__name__)

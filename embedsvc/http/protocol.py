@@ -29,6 +29,7 @@ from embedsvc.http.exchange import CLIENT, Client
 from embedsvc.http.journal import Entry, Journal
 from embedsvc.http.replies import (
     JSON_CONTENT,
+    NOT_READY_RETRY_S,
     REPLY_START,
     Header,
     RequestIds,
@@ -49,8 +50,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Said to clients that come while the model loads.
-NOT_READY_RETRY_S = 2.0
 # How long a client waits: as it says itself, and as OpenAI's clients say for it.
 TIMEOUT, SDK_TIMEOUT = b"x-request-timeout", b"x-stainless-read-timeout"
 ALLOW_POST = (b"allow", b"POST")

@@ -34,6 +34,8 @@ CLOSE = (b"connection", b"close")
 REPLY_START = b'{"object":"list","data":['
 # Every SDK honours a wait of 1 to 60 seconds; beyond that some do not retry and some sleep on.
 RETRY_AFTER_S = (1, 60)
+# Said to clients that come while the model loads.
+NOT_READY_RETRY_S = 2.0
 _SANE_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -52,15 +54,15 @@ class RequestIds:
 
 
 @dataclass(slots=True)
-class ErrorReply:
-    """One error as a response."""
+class WholeReply:
+    """A response whose body is there."""
 
     status: int
     headers: list[Header]
     body: bytes
 
 
-def error_reply(error: RequestError, *headers: Header) -> ErrorReply:
+def error_reply(error: RequestError, *headers: Header) -> WholeReply:
     """Render an error as OpenAI's envelope, all four keys present."""
     body = orjson.dumps(
         {
@@ -84,7 +86,7 @@ def error_reply(error: RequestError, *headers: Header) -> ErrorReply:
         all_headers.append((b"retry-after-ms", b"%d" % wait_ms))
     if error.should_retry is not None:
         all_headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
-    return ErrorReply(error.status, all_headers, body)
+    return WholeReply(error.status, all_headers, body)
 
 
 def head_of_reply(status: int, headers: list[Header]) -> bytes:

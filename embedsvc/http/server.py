@@ -16,10 +16,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any
 
 import uvicorn
 from litestar import Litestar
@@ -32,6 +30,7 @@ from embedsvc.http.connection import Connection
 from embedsvc.http.signals import END_SIGNALS, next_one_kills
 from embedsvc.http.sockets import (
     BACKLOG,
+    Acceptor,
     accept_waiting,
     allow_many_connections,
     listen,
@@ -105,7 +104,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._reread = reread
         self._taking_over: set[asyncio.Task[None]] = set()
-        self._accepting: dict[socket.socket, asyncio.Server] = {}
+        self._acceptor = Acceptor(self._connection)
         self._app = create_app(service, self._service_lifespan)
         self._stopping: asyncio.Task[None] | None = None
         self._told_to_end = False
@@ -113,14 +112,14 @@ class Server(uvicorn.Server):
         config = service.config.server
         self.terms = Terms.of(config)
         self.terms.on_refused = self._app.journal.refuse
-        super().__init__(_uvicorn_config(self._app, self.terms, config))
+        super().__init__(_uvicorn_config(self._app, config))
 
     # --- while it runs ---------------------------------------------------------------------------
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin the app's life, then accept from these sockets."""
         await super().startup([])
-        await self.accept_from(sockets or [])
+        await self._acceptor.accept_from(sockets or [])
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -163,21 +162,14 @@ class Server(uvicorn.Server):
         if found.deferred:
             log.warning("these need a restart, the old values stay: %s", " ".join(found.deferred))
 
-    async def accept_from(self, listeners: Sequence[socket.socket]) -> None:
+    async def accept_from(self, listeners: Collection[socket.socket]) -> None:
         """Accept from these listening sockets and from no others; those that are left stay open."""
-        loop = asyncio.get_running_loop()
-        for listener in self._accepting.keys() - set(listeners):
-            self._accepting.pop(listener).close()
-        for listener in listeners:
-            if listener not in self._accepting:
-                self._accepting[listener] = await loop.create_server(
-                    self._connection, sock=listener.dup(), backlog=BACKLOG
-                )
+        await self._acceptor.accept_from(listeners)
 
     def _connection(self) -> Connection:
         return Connection(
             terms=self.terms,
-            config=self.config,
+            app=self._app,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
@@ -232,7 +224,7 @@ class Server(uvicorn.Server):
         # They get connected while uvicorn pauses, right after it has closed the listeners.
         connecting = [
             loop.create_task(loop.connect_accepted_socket(self._connection, accepted))
-            for listener in self._accepting
+            for listener in self._acceptor.listeners
             for accepted in accept_waiting(listener)
         ]
         await self.accept_from([])
@@ -272,11 +264,11 @@ class Server(uvicorn.Server):
         return self._stopping
 
 
-def _uvicorn_config(app: Litestar, terms: Terms, config: ServerConfig) -> uvicorn.Config:
-    connection: Any = partial(Connection, terms=terms)
+def _uvicorn_config(app: Litestar, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=connection,
+        # Not made by uvicorn: see `Server.accept_from`.
+        http=Connection,
         ws="none",
         loop="uvloop",
         interface="asgi3",

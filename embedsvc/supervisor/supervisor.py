@@ -1,7 +1,7 @@
 """The supervisor: N workers on one address, none of which is missed for long.
 
-It opens the listening sockets once and never accepts from them. Worker k accepts from socket k;
-while it cannot, another one does. Runs on an event loop of its own and imports no model.
+It opens the listening sockets once. Worker k accepts from socket k; while it cannot, another one
+does, and while none can, the supervisor. Runs on an event loop of its own and imports no model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from embedsvc.http.signals import END_SIGNALS, next_one_kills
 from embedsvc.http.sockets import allow_many_connections, listen_together, url_of
 from embedsvc.metrics import Metrics
 from embedsvc.supervisor.child import Child, in_words
-from embedsvc.supervisor.messages import AllMetrics, Drain, Retire
+from embedsvc.supervisor.messages import Drain, Retire
+from embedsvc.supervisor.scrapes import Scrapes
 from embedsvc.supervisor.sharing import Sharing
-from embedsvc.totals import COUNTED, Family, Totals, families_of
+from embedsvc.supervisor.stand_in import StandIn
 
 log = logging.getLogger(__name__)
 
 # Fields of `[server]` that the sockets and the number of workers follow from.
 FIXED = ("host", "port", "workers")
-# A worker that has not told its numbers by then is shown with those it told before.
-METRICS_S = 1.0
 # How often all workers are asked for their numbers, and after how many seconds without an answer
 # one is taken for hung: far beyond what the longest body or a full collection keeps it from.
 ASK_S, SILENT_S = 5.0, 10.0
@@ -98,10 +97,11 @@ class Supervisor:
         self._starting = [asyncio.Lock() for _ in listeners]
         self._hung_up = asyncio.Event()
         self._sharing = Sharing()
-        self._metrics, self._totals = Metrics(), Totals()
-        # Those who want the metrics of all, once for each time that they asked.
-        self._asking: list[Child] = []
-        self._answering: asyncio.Task[None] | None = None
+        self._metrics = Metrics()
+        self._scrapes = Scrapes(self._metrics, self._children)
+        self._stand_in = StandIn(config.server, self._metrics, self._scrapes.alone)
+        # Held by whoever decides who accepts.
+        self._assigning = asyncio.Lock()
 
     async def run(self) -> None:
         """Start, supervise, and end when told.
@@ -141,37 +141,38 @@ class Supervisor:
 
     async def _start(self) -> dict[str, Any]:
         """Start all workers: the first one measures what the others then find in the cache."""
+        await self._assign()
         self._places = [await self._spawn(number) for number in range(self._n)]
         first, *others = self._places
         first.load(self._config, self._n)
-        self._assign()
         info = await first.loaded(self._silent_s)
         self._sharing.models.warmed_up()
+        await self._assign()
         for child in others:
             child.load(self._config, self._n)
         await asyncio.gather(*(child.loaded(self._silent_s) for child in others))
-        self._assign()
+        await self._assign()
         return info
 
     # --- who accepts -----------------------------------------------------------------------------
 
-    def _assign(self) -> None:
-        """Let every ready worker accept from its own socket, and one also for those that are not.
+    async def _assign(self) -> None:
+        """Let ready workers accept from their own sockets, and the first of them also from others'.
 
-        The first one to load does so while it loads, and answers that it is not ready.
+        Where there is none, this process accepts, and answers that none is ready.
         """
-        ready = [child for child in self._places if child.ready]
-        alive = [child for child in self._places if child.alive]
-        stand_in = (ready or alive or self._places)[0]
-        for child in self._places:
-            serves = child in ready or child is stand_in
-            others = [c.number for c in self._places if c not in ready and child is stand_in]
-            child.serve(sorted({*others, child.number}) if serves else [])
+        async with self._assigning:
+            ready = [child for child in self._places if child.ready]
+            await self._stand_in.accept_from([] if ready else self._listeners)
+            missing = set(range(self._n)) - {child.number for child in ready}
+            for child in ready:
+                others = missing if child is ready[0] else ()
+                child.serve(sorted({*others, child.number}))
 
     # --- replacing -------------------------------------------------------------------------------
 
     async def _spawn(self, number: int) -> Child:
-        child = await Child.spawn(number, self._command, self._listeners, self._on_metrics)
+        child = await Child.spawn(number, self._command, self._listeners, self._scrapes.hear)
         self._children.add(child)
         self._sharing.serve(child.wishes)
         child.ended.add_done_callback(lambda _: self._forget(child))
@@ -179,7 +180,7 @@ class Supervisor:
 
     def _forget(self, child: Child) -> None:
         self._children.discard(child)
-        self._totals.forget(child)
+        self._scrapes.forget(child)
 
     async def _succeed(self, number: int, config: Config) -> Child:
         """Start a worker for a place and give it the place once it is ready; return who had it.
@@ -194,7 +195,7 @@ class Supervisor:
         log.info("worker ready number=%d pid=%d", number, successor.pid)
         before, self._places[number] = self._places[number], successor
         before.relieved.set_result(None)
-        self._assign()
+        await self._assign()
         return before
 
     async def _keep(self, number: int) -> None:
@@ -208,7 +209,7 @@ class Supervisor:
             if child.relieved.done():
                 continue
             self._metrics.worker_deaths.inc()
-            self._assign()
+            await self._assign()
             why = f"died: {in_words(child.ended.result())}"
             if child.ready_s >= HEALTHY_S:
                 pauses = PATIENCE.pauses()
@@ -267,33 +268,11 @@ class Supervisor:
             await self._ended([old], fresh.server)
         log.info("all workers are renewed")
 
-    # --- metrics ---------------------------------------------------------------------------------
-
-    def _on_metrics(self, child: Child, families: list[Family] | None) -> None:
-        if families is not None:
-            self._totals.tell(child, families)
-            return
-        self._asking.append(child)
-        if self._answering is None or self._answering.done():
-            self._answering = asyncio.create_task(self._tell_all_metrics())
-
-    async def _tell_all_metrics(self) -> None:
-        """Ask all for their numbers, once for everybody who wants them by now."""
-        while self._asking:
-            asking, self._asking = self._asking, []
-            those = [child for child in self._children if child.ready or child in asking]
-            if telling := [asyncio.ensure_future(child.numbers_told()) for child in those]:
-                await asyncio.wait(telling, timeout=METRICS_S)
-            own = [f for f in families_of(self._metrics.registry) if f.kind in COUNTED]
-            self._totals.tell(self, own)
-            answer = AllMetrics(self._totals.render())
-            for child in asking:
-                child.tell(answer)
-
     # --- the end ---------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
         """Let those who serve finish; nobody waits for the others."""
+        await self._stand_in.accept_from([])
         # Each worker closes its socket when it has accepted the last connection; this is a copy.
         for listener in self._listeners:
             listener.close()

@@ -170,7 +170,7 @@ class Worker(Server):
 
     def _close_others(self) -> None:
         """Close the sockets that others accept from, so that they end when those close them."""
-        for listener in set(self._listeners) - self._accepting.keys():
+        for listener in set(self._listeners) - self._acceptor.listeners:
             listener.close()
 
 

@@ -128,12 +128,23 @@ async def slow_start(target: Target) -> None:
 
 
 async def kill_worker(target: Target) -> None:
-    """End a process that serves HTTP; note which connections are its own."""
-    victim = target.rng.choice(http_workers(target.pid))
-    victim.suspend()
-    ports = frozenset(c.raddr.port for c in victim.net_connections("tcp") if c.raddr)
-    target.note("worker killed", ports)
-    victim.kill()
+    """End a process that serves HTTP."""
+    _kill_workers(target, "worker killed", [target.rng.choice(http_workers(target.pid))])
+
+
+async def kill_workers(target: Target) -> None:
+    """End all processes that serve HTTP, or are about to."""
+    _kill_workers(target, "all workers killed", http_workers(target.pid))
+
+
+def _kill_workers(target: Target, fault: str, victims: list[psutil.Process]) -> None:
+    """End processes; note which connections are their own."""
+    for victim in victims:
+        victim.suspend()
+    connections = (c for victim in victims for c in victim.net_connections("tcp"))
+    target.note(fault, frozenset(c.raddr.port for c in connections if c.raddr))
+    for victim in victims:
+        victim.kill()
 
 
 async def reload_config(target: Target) -> None:
@@ -160,6 +171,7 @@ FAULTS: dict[str, Inject] = {
     "poison": crash_model,
     "slow": slow_start,
     "worker": kill_worker,
+    "workers": kill_workers,
 }
 
 
@@ -169,7 +181,7 @@ def faults_for(target: Target) -> list[str]:
     if target.models():
         names += ["kill", "stop", "slow"]
         names += ["poison"] if target.run.pool.exact else []
-    return [*names, "worker"] if http_workers(target.pid) else names
+    return [*names, "worker", "workers"] if http_workers(target.pid) else names
 
 
 async def left_behind(target: Target, before: Census) -> dict[str, str]:
