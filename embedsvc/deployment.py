@@ -23,7 +23,7 @@ from embedsvc.engine.measured import measure
 from embedsvc.engine.policy import Policy
 from embedsvc.engine.sequence import Request, Sequence
 from embedsvc.engine.warm_up import warm_up
-from embedsvc.errors import InvalidRequest
+from embedsvc.errors import InvalidRequest, ModelDied, ModelError
 from embedsvc.loading import EVERY_MODELS_PROMPTS, load
 from embedsvc.metrics import Metrics, VersionMetrics
 from embedsvc.models import Model
@@ -37,6 +37,9 @@ from embedsvc.tuning.refit import Refit
 from embedsvc.vector_cache import VectorCache
 
 log = logging.getLogger(__name__)
+
+# How often a model is begun with whose process is killed before it is ready to serve.
+TRIES = 3
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,6 +170,8 @@ def deploy(
 ) -> Deployment:
     """Load, measure and warm up one model; runs on a worker thread for seconds to minutes.
 
+    From the beginning again where its process was killed meanwhile.
+
     Args:
         model_config: the model; its first version is served.
         where: path of the model in the configuration, for errors.
@@ -178,19 +183,34 @@ def deploy(
         StartError: the model cannot be served.
     """
     began = time.perf_counter()
-    version = model_config.versions[0]
     cache = Cache(config.server.cache_dir)
-    loaded = load(version, where, cache, devices.owner)
-    try:
-        deployment = _deploy(model_config, loaded, devices, cache, metrics)
-    except BaseException:
-        loaded[2].close()
-        raise
+    for tries_left in reversed(range(TRIES)):
+        try:
+            deployment = _deploy(model_config, where, devices, cache, metrics)
+            break
+        except ModelError as error:
+            if not (tries_left and error.killed):
+                raise
+            log.error("model started again name=%s: %s", model_config.name, error)
     log.info("model ready name=%s seconds=%.1f", model_config.name, time.perf_counter() - began)
     return deployment
 
 
 def _deploy(
+    model_config: ModelConfig, where: str, devices: Devices, cache: Cache, metrics: Metrics
+) -> Deployment:
+    loaded = load(model_config.versions[0], where, cache, devices.owner)
+    try:
+        return _made_ready(model_config, loaded, devices, cache, metrics)
+    except ModelDied as error:
+        loaded[2].close()
+        raise ModelError(f"{where}: {error}", killed=error.killed) from error
+    except BaseException:
+        loaded[2].close()
+        raise
+
+
+def _made_ready(
     model_config: ModelConfig,
     loaded: tuple[ModelFolder, Tokenizer, Model],
     devices: Devices,

@@ -26,7 +26,15 @@ class ConfigError(StartError):
 
 
 class ModelError(StartError):
-    """A model cannot be loaded: missing, unsafe, wrong hash, unsupported."""
+    """A model cannot be loaded: missing, unsafe, wrong hash, unsupported.
+
+    Attributes:
+        killed: its process was ended by SIGKILL, which comes from outside: the next one may load.
+    """
+
+    def __init__(self, message: str, *, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed
 
 
 # --- errors between a model and its engine ------------------------------------------------------
@@ -49,11 +57,14 @@ class ModelDied(EmbedsvcError):
 
     Attributes:
         in_flight: whether the batch had reached it, so that one of its rows may be to blame.
+        killed: by SIGKILL, which comes from outside: from an operator, or from a kernel that is
+            short of memory.
     """
 
-    def __init__(self, message: str, *, in_flight: bool) -> None:
+    def __init__(self, message: str, *, in_flight: bool, killed: bool = False) -> None:
         super().__init__(message)
         self.in_flight = in_flight
+        self.killed = killed
 
 
 # --- errors that answer a request --------------------------------------------------------------

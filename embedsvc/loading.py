@@ -49,7 +49,7 @@ def load(
                 model.close()
                 raise
     except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
+        raise ModelError(f"{where}: {error}", killed=error.killed) from error
 
 
 def _check_settings(

@@ -113,12 +113,14 @@ class MortalModel(SumModel):
     """Dies of rows whose first id says so, and holds others, as `GateModel` does.
 
     Attributes:
+        killed: whether its deaths look as if they came from outside.
         beside: at each death, how many other batches were on the device.
         loads: how often it was loaded.
     """
 
     KILL: int = 668
     HOLD: int = 669
+    killed: bool = False
     beside: list[int] = field(default_factory=list)
     loads: int = 0
     dead: bool = False
@@ -155,7 +157,7 @@ class MortalModel(SumModel):
             self.dead = True
             self.beside.append(self._running - 1)
             self._on_death("died")
-            raise ModelDied("it died", in_flight=True)
+            raise ModelDied("it died", in_flight=True, killed=self.killed)
         if (first == self.HOLD).any():
             self.held.put(None)
             assert self.permits.acquire(timeout=WAIT_S)

@@ -90,18 +90,18 @@ def test_a_row_that_is_fine_at_second_sight_succeeds() -> None:
     assert tuple(rows[0].request.vectors[0]) == expected(rows[0])
 
 
-@given(st.lists(st.sampled_from([GOOD, GOOD, GOOD, KILL]), min_size=1, max_size=20))
-def test_only_those_who_end_the_process_are_blamed(first_ids: list[int]) -> None:
+@given(st.lists(st.sampled_from([GOOD, GOOD, GOOD, KILL]), min_size=1, max_size=20), st.booleans())
+def test_only_those_who_end_the_process_are_blamed(first_ids: list[int], killed: bool) -> None:
     """Law: tried until nothing is left, each text that ends it is named, once, and no other is."""
     rows = make_rows(
         [first * 1000 + k if first == GOOD else first for k, first in enumerate(first_ids)]
     )
-    model, quarantine = MortalModel(), Quarantine(lambda: 0.0)
+    model, quarantine = MortalModel(killed=killed), Quarantine(lambda: 0.0)
     buffer = HostBuffer(len(rows) * LENGTH, len(rows), model.dim, model.pad_id)
     failures: Failures = {}
     waiting = [Batch(rows, LENGTH, 0.0)]
     while waiting:
-        outcome = run_batch(model, waiting.pop(), buffer, quarantine, lambda n, length: None)
+        outcome = run_batch(model, waiting.pop(0), buffer, quarantine, lambda n, length: None)
         failures |= outcome.failures
         waiting += outcome.undone
         if model.dead:
@@ -112,7 +112,21 @@ def test_only_those_who_end_the_process_are_blamed(first_ids: list[int]) -> None
     for row in set(rows) - set(guilty):
         assert tuple(row.request.vectors[0]) == expected(row)
     # All of them have the same text, which is refused once it is known.
-    assert model.loads == (3 if guilty else 0)
+    assert model.loads == (0 if not guilty else 4 if killed else 3)
+
+
+def test_a_row_is_not_blamed_where_somebody_killed_the_process() -> None:
+    """Once may be chance, also where it was alone; it is tried again alone."""
+    rows = make_rows([KILL])
+    model, quarantine = MortalModel(killed=True), Quarantine(lambda: 0.0)
+    buffer = HostBuffer(LENGTH, 1, model.dim, model.pad_id)
+    batch = Batch(rows, LENGTH, 0.0, deaths=2)
+
+    outcome = run_batch(model, batch, buffer, quarantine, lambda n, length: None)
+
+    assert outcome.failures == {}
+    assert quarantine.refusal(rows) is None
+    assert [(again.sequences, again.deaths) for again in outcome.undone] == [(rows, 3)]
 
 
 def test_a_batch_that_never_reached_the_process_is_not_suspected() -> None:

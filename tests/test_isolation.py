@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from embedsvc.calls import EmbedCall
@@ -20,12 +21,13 @@ from embedsvc.config import (
     ServerConfig,
     VersionConfig,
 )
-from embedsvc.deployment import deploy
+from embedsvc.deployment import TRIES, deploy
+from embedsvc.engine.device import Device
 from embedsvc.engine.devices import Devices
 from embedsvc.errors import ModelError, StartError
 from embedsvc.loading import load
 from embedsvc.metrics import Metrics
-from embedsvc.models import isolated, load_model
+from embedsvc.models import Model, isolated, load_model
 from embedsvc.models.cache import Cache
 from embedsvc.models.source import resolve
 from embedsvc.service import Service
@@ -115,6 +117,50 @@ def test_a_start_that_fails_leaves_no_process(cache: Path) -> None:
         deploy(config.models[0], "models[0]", config, NoDevices(config), Metrics())
 
     assert processes() == []
+
+
+class KillingDevices(Devices):
+    """Kills the model's process the first times that somebody wants to use it."""
+
+    n_kills = 0
+
+    def get(
+        self, model: Model, version: VersionConfig, cache: Cache, key: dict[str, Any]
+    ) -> Device:
+        """Kill, or be the device."""
+        if self.n_kills:
+            self.n_kills -= 1
+            (process,) = processes()
+            process.kill()
+        return super().get(model, version, cache, key)
+
+
+def test_a_start_survives_that_its_process_is_killed(cache: Path) -> None:
+    """It begins anew."""
+    config = config_of(cache, isolate=True)
+    devices = KillingDevices(config)
+    devices.n_kills = TRIES - 1
+    # Measured again each time, which takes the process.
+    config = replace(config, server=replace(config.server, cache_dir=""))
+
+    deployment = deploy(config.models[0], "models[0]", config, devices, Metrics())
+
+    deployment.engine.model.close()
+    devices.close()
+    assert devices.n_kills == 0
+
+
+def test_a_start_whose_process_is_always_killed_fails(cache: Path) -> None:
+    """With the path of the model, and nothing left."""
+    config = config_of(cache, isolate=True)
+    devices = KillingDevices(config)
+    devices.n_kills = TRIES
+    config = replace(config, server=replace(config.server, cache_dir=""))
+
+    with pytest.raises(ModelError, match=r"^models\[0\]: .*SIGKILL"):
+        deploy(config.models[0], "models[0]", config, devices, Metrics())
+
+    devices.close()
 
 
 @pytest.mark.timeout(60)

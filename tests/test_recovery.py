@@ -128,8 +128,8 @@ async def test_a_poisoned_row_among_innocents_on_two_slots(rigs: Rigs, tmp_path:
     assert [await beside.settled, await within.settled] == [None, None]
     assert_right(beside, 5, HOLD, 6)
     assert_right(within, 9)
-    # With the others, with the others again, and alone.
-    assert await restarts(rig) == 3
+    # With the others, with the others again, alone, and alone again since it looks like a kill.
+    assert await restarts(rig) == 4
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ async def test_a_text_that_ended_the_process_is_refused_at_once(rigs: Rigs) -> N
     """Sent again, alone or among others, or waiting already, it costs no process."""
     rig = rigs(slots=1, rows=1)
     # Rows of one bucket go in the order in which they came, one a batch.
-    first, waiting = send(rig, KILL), send(rig, 5, KILL)
+    first, waiting = send(rig, EXIT), send(rig, 5, EXIT)
     assert_blamed(await first.settled, 0)
 
-    errors = [await waiting.settled, await send(rig, 5, 6, KILL).settled]
+    errors = [await waiting.settled, await send(rig, 5, 6, EXIT).settled]
 
     for index, error in enumerate(errors, 1):
         assert isinstance(error, InferenceFailed)
@@ -192,14 +192,14 @@ async def test_a_guilty_text_is_found_though_its_client_left(rigs: Rigs, tmp_pat
     """Whoever sends it with little time, again and again, ends the process three times only."""
     rig = rigs(slots=1)
     os.mkfifo(tmp_path / SLOW)
-    impatient = send(rig, KILL)
+    impatient = send(rig, EXIT)
     with await loading(tmp_path):
         rig.engine.abandon(impatient)
         (tmp_path / SLOW).unlink()
     after = send(rig, 5)
     assert await after.settled is None
 
-    again = await send(rig, KILL).settled
+    again = await send(rig, EXIT).settled
 
     assert isinstance(again, InferenceFailed)
     assert "a short time ago" in again.message
@@ -207,18 +207,23 @@ async def test_a_guilty_text_is_found_though_its_client_left(rigs: Rigs, tmp_pat
 
 
 async def test_a_killed_process_is_nobodys_fault(rigs: Rigs, tmp_path: Path) -> None:
-    """kill -9 in the middle of a batch: its rows are computed by the next process."""
+    """kill -9 in the middle of a batch, and of its second try, and while one of its rows is alone.
+
+    They are computed by the next process.
+    """
     os.mkfifo(tmp_path / HELD)
     rig = rigs()
     request = send(rig, 5, HOLD)
-    await held(tmp_path)
-    (process,) = processes()
-
-    process.kill()
+    for last in (False, False, True):
+        await held(tmp_path)
+        (process,) = processes()
+        if not last:
+            os.mkfifo(tmp_path / HELD)
+        process.kill()
 
     assert await request.settled is None
     assert_right(request, 5, HOLD)
-    assert await restarts(rig) == 1
+    assert await restarts(rig) == 3
 
 
 async def test_a_stopped_process_is_replaced(rigs: Rigs) -> None:

@@ -9,7 +9,8 @@ group testing", Journal of the American Statistical Association 67, 1972.
 
 A batch that ends the model's process is handed back: tried once more as it is in the next process,
 and after a second death row by row while nothing else runs there, so that nobody is blamed for a
-neighbour. A row that ends the process alone is guilty, and in quarantine.
+neighbour. A row that ends the process alone is guilty, and in quarantine; where the process was
+killed from outside, only when that happens twice.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from embedsvc.models import Model
 from embedsvc.models.buffers import HostBuffer
 
 log = logging.getLogger(__name__)
+
+# After so many deaths a row that was alone is guilty, also where the process was killed.
+MOST_DEATHS = 4
 
 Failures = dict[Sequence, RequestError]
 Group = list[Sequence]
@@ -75,7 +79,8 @@ def run_batch(
             try:
                 waiting += _step(model, rows, batch.length, buffer, failures, on_out_of_memory)
             except ModelDied as death:
-                if batch.alone and death.in_flight:
+                guilty = not death.killed or batch.deaths + 1 == MOST_DEATHS
+                if batch.alone and death.in_flight and guilty:
                     quarantine.add(rows[0])
                     failures[rows[0]] = _ended_process(rows[0].row)
                 undone = _undone(batch, rows, waiting, failures, in_flight=death.in_flight)

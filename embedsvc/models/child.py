@@ -16,7 +16,7 @@ from typing import Protocol
 from embedsvc.errors import ModelDied
 from embedsvc.models.buffers import SharedBuffer
 from embedsvc.models.channel import Channel
-from embedsvc.models.launch import Reason
+from embedsvc.models.launch import KILLED, Reason
 from embedsvc.models.wire import Ready, Status
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,11 @@ class Death:
 
     reason: Reason
     detail: str
+
+    @property
+    def killed(self) -> bool:
+        """Whether that came from outside."""
+        return self.reason == "died" and self.detail == KILLED
 
 
 class Child:
@@ -179,7 +184,11 @@ class Child:
 
     def _died(self, reason: Reason, detail: str = "", *, in_flight: bool = True) -> ModelDied:
         death = self.end(reason, detail)
-        return ModelDied(f"the model's process is gone: {death.detail}", in_flight=in_flight)
+        return ModelDied(
+            f"the model's process is gone: {death.detail}",
+            in_flight=in_flight,
+            killed=death.killed,
+        )
 
     # --- the follower thread ---------------------------------------------------------------------
 

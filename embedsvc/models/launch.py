@@ -30,6 +30,8 @@ MAX_LINE_BYTES = 4096
 LOG_END_S = 5.0
 
 Reason = Literal["died", "hung", "device", "closed"]
+# How a process ended that was killed, in words.
+KILLED = "it was ended by SIGKILL"
 
 
 class OwnProcess:
@@ -92,9 +94,11 @@ class OwnProcess:
         finally:
             self.control.settimeout(None)
         if not answer:
+            how = self.end("died")
             raise ModelError(
-                f"{source}: the model's process ended before it was ready ({self.end('died')}); "
-                "its lines in the log say why"
+                f"{source}: the model's process ended before it was ready ({how}); its lines in "
+                "the log say why",
+                killed=how == KILLED,
             )
         decoded = decode_answer(answer)
         if isinstance(decoded, Failed):

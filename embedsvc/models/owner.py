@@ -12,7 +12,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from embedsvc.errors import ModelError
-from embedsvc.models.launch import Reason
+from embedsvc.models.launch import KILLED, Reason
 from embedsvc.models.wire import (
     KILL,
     MAX_MESSAGE_BYTES,
@@ -87,8 +87,11 @@ class SharedProcess:
         if isinstance(answer, Ready):
             return answer
         if isinstance(answer, Failed):
-            raise ModelError(answer.message)
-        raise ModelError(f"{self._source}: the model's process ended before it was ready")
+            raise ModelError(answer.message, killed=answer.killed)
+        raise ModelError(
+            f"{self._source}: the model's process ended before it was ready ({self._how})",
+            killed=self._how == KILLED,
+        )
 
     def end(self, reason: Reason) -> str:
         """End it for all, and wait until it is gone; if it is only not needed, leave it to others.

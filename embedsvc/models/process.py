@@ -180,8 +180,9 @@ class ProcessModel:
     def _serve(self, child: Child) -> None:
         """Let its death be told from now on."""
         with self._lock:
-            if child.death is not None:
-                raise ModelError(f"{self._spec.folder.source}: ended at once: {child.death.detail}")
+            if (death := child.death) is not None:
+                what = f"{self._spec.folder.source}: ended at once: {death.detail}"
+                raise ModelError(what, killed=death.killed)
             self._serving = child
 
     def _take_over(self, ready: Ready) -> None:

@@ -80,9 +80,10 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """The model cannot be loaded."""
+    """The model cannot be loaded; `killed` as in `ModelError`."""
 
     message: str
+    killed: bool = False
 
 
 class Attach(Struct, frozen=True, tag=True):

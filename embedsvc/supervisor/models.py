@@ -114,7 +114,7 @@ class SharedModel:
             # Workers decide how long they wait.
             outcome = self._process.ready(None)
         except ModelError as error:
-            outcome = Failed(str(error))
+            outcome = Failed(str(error), error.killed)
         # Not where the supervisor has ended meanwhile.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loaded, outcome)

@@ -57,6 +57,7 @@ class Call(NamedTuple):
         why: what is wrong with it.
         n_texts: of the request.
         poisoned: whether one of them breaks the model.
+        retry_after_s: when its client is to come back, where the server cannot answer yet.
     """
 
     port: int
@@ -67,6 +68,7 @@ class Call(NamedTuple):
     why: str = ""
     n_texts: int = 0
     poisoned: bool = False
+    retry_after_s: float = 0.0
 
 
 class _Error(Struct):
@@ -97,6 +99,15 @@ def judge(visit: Visit, request_id: str, answer: Answer, pool: Pool) -> tuple[Ve
     if _allowed(visit, answer, error):
         return _OF_STATUS[answer.status], ""
     return Verdict.WRONG, f"status {answer.status}: {error.message}"
+
+
+def told_to_wait_s(verdict: Verdict, answer: Answer) -> float:
+    """Return when a client is to come back that cannot be answered yet.
+
+    Those who are refused come back at once: a server must bear that.
+    """
+    found = _RETRY_AFTER.search(answer.head)
+    return float(found[1]) if found is not None and verdict is Verdict.UNAVAILABLE else 0.0
 
 
 def tried_s(visit: Visit, default_deadline_s: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
@@ -14,7 +15,7 @@ import numpy as np
 
 from embedsvc.bench.connection import Answer, post
 from embedsvc.bench.scrape import Address
-from loadtest.chaos.checker import Call, Stall, Verdict, judge, tried_s
+from loadtest.chaos.checker import Call, Stall, Verdict, judge, told_to_wait_s, tried_s
 from loadtest.chaos.faulty import poisoned_text
 from loadtest.chaos.plan import Leave, Visit
 from loadtest.chaos.texts import Pool
@@ -75,8 +76,15 @@ class User:
             await asyncio.sleep(visit.pause_s)
             if self._run.over.is_set():
                 break
-            await self.call(visit)
+            call = await self.call(visit)
+            await self._rest(call.retry_after_s)
         await self._part()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, unless the run is over before."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._run.over.wait()
 
     async def once(self, visit: Visit) -> Call:
         """Make one visit and close the connection."""
@@ -126,7 +134,14 @@ class User:
             verdict, why = Verdict.WRONG, early
         if _CLOSE.search(answer.head):
             await self._part()
-        return call._replace(port=port, sent=sent, answered=answered, verdict=verdict, why=why)
+        return call._replace(
+            port=port,
+            sent=sent,
+            answered=answered,
+            verdict=verdict,
+            why=why,
+            retry_after_s=told_to_wait_s(verdict, answer),
+        )
 
     async def _connected(self, *, fresh: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is not None and (fresh or self._reader.at_eof()):
