@@ -24,6 +24,8 @@ from loadtest.chaos.plan import Planned, Visit
 FOUND_WITHIN_S, LOOK_S = 30.0, 0.01
 # How long one that starts is held, and how long a broken file lies there.
 HELD_S, BROKEN_S = 3.0, 1.0
+# How often, and how far apart, it is looked for something to break.
+LOOKS, AGAIN_S = 4, 2.0
 # What goes away by itself is gone by then: workers that are renewed one by one, too.
 SETTLE_S, SETTLE_LOOK_S = 120.0, 0.5
 SETTLE_TEXTS = 64
@@ -80,10 +82,14 @@ async def inject(target: Target, planned: list[Planned], began: float) -> None:
     """Do what is planned, each at its time or, if the one before takes longer, right after it."""
     for fault in planned:
         await asyncio.sleep(max(0.0, began + fault.at - perf_counter()))
-        try:
-            await FAULTS[fault.fault](target)
-        except (psutil.NoSuchProcess, ProcessLookupError, IndexError):
-            # Still down from the fault before.
+        for _ in range(LOOKS):
+            try:
+                await FAULTS[fault.fault](target)
+                break
+            except (psutil.NoSuchProcess, ProcessLookupError, IndexError):
+                # Still down from the fault before.
+                await asyncio.sleep(AGAIN_S)
+        else:
             target.n_skipped += 1
 
 
