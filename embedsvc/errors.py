@@ -29,7 +29,7 @@ class ModelError(StartError):
     """A model cannot be loaded: missing, unsafe, wrong hash, unsupported.
 
     Attributes:
-        killed: its process was ended by SIGKILL, which comes from outside: the next one may load.
+        killed: its process was ended by SIGKILL; the next one may load. See `ModelDied`.
     """
 
     def __init__(self, message: str, *, killed: bool = False) -> None:
@@ -57,8 +57,8 @@ class ModelDied(EmbedsvcError):
 
     Attributes:
         in_flight: whether the batch had reached it, so that one of its rows may be to blame.
-        killed: by SIGKILL, which comes from outside: from an operator, or from a kernel that is
-            short of memory.
+        killed: by SIGKILL, which comes from outside: from an operator, from a kernel that is short
+            of memory, or from the server for another worker, whose batch did not end.
     """
 
     def __init__(self, message: str, *, in_flight: bool, killed: bool = False) -> None:

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
@@ -41,9 +42,11 @@ from loadtest.chaos.checker import (
     late_s,
     recovery_s,
     set_apart,
+    told_to_wait_s,
     tried_s,
 )
 from loadtest.chaos.client import Run, User
+from loadtest.chaos.faults import Target, kill_model, kill_worker, kill_workers, stop_model
 from loadtest.chaos.faulty import WORDS
 from loadtest.chaos.plan import Habits, Leave, Visit, schedule, visits
 from loadtest.chaos.report import report
@@ -146,6 +149,15 @@ def test_a_real_model_may_differ_a_little() -> None:
 
         assert judge(ABC, ID, answer(200, body), NEARLY)[0] is expected
         assert judge(ABC, ID, answer(200, body), POOL)[0] is Verdict.WRONG
+
+
+def test_clients_that_cannot_be_answered_yet_are_told_when_to_come_back() -> None:
+    """Those who are refused come back at once."""
+    unavailable, refused = answer(503, error(), AFTER_7), answer(429, error(), AFTER_7)
+
+    assert told_to_wait_s(Verdict.UNAVAILABLE, unavailable) == 7
+    assert told_to_wait_s(Verdict.REFUSED, refused) == 0
+    assert told_to_wait_s(Verdict.RIGHT, answer(200, vectors(0))) == 0
 
 
 def test_a_server_keeps_some_of_a_stated_deadline_back() -> None:
@@ -397,6 +409,35 @@ async def test_users_read_answers_however_slowly_they_come_and_go() -> None:
     assert [one.verdict for one in calls] == [Verdict.RIGHT] * 3
     assert calls[0].port == calls[1].port != calls[2].port
     assert all(one.sent <= one.answered for one in calls)
+
+
+async def test_a_user_comes_back_when_told_unless_the_run_is_over() -> None:
+    """A server that cannot answer yet says when."""
+    asked = asyncio.Event()
+
+    async def server(_: bytes) -> bytes:
+        asked.set()
+        return sent_back(error(), "user1-1\r\nretry-after: 60", "503 Service Unavailable")
+
+    async with listening(server) as address:
+        run = Run(address, "m", POOL, default_deadline_s=5.0, hang_up_s=0.2)
+        living = asyncio.create_task(User(run, "user1").live([ABC, ABC]))
+        await asked.wait()
+        run.over.set()
+        await living
+
+    assert [(one.verdict, one.retry_after_s) for one in run.calls] == [(Verdict.UNAVAILABLE, 60.0)]
+
+
+async def test_a_fault_needs_something_to_break() -> None:
+    """This process has no others that serve, or run a model."""
+    run = Run(("127.0.0.1", 0), "m", POOL, default_deadline_s=1.0)
+    target = Target(os.getpid(), Path(), "", run, Random(0))
+    for fault in (kill_workers, kill_worker, kill_model, stop_model):
+        with pytest.raises(IndexError):
+            await fault(target)
+
+    assert target.journal == []
 
 
 async def test_a_server_that_gives_up_early_is_noticed() -> None:

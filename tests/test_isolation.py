@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from embedsvc.calls import EmbedCall
@@ -120,28 +120,32 @@ def test_a_start_that_fails_leaves_no_process(cache: Path) -> None:
 
 
 class KillingDevices(Devices):
-    """Kills the model's process the first times that somebody wants to use it."""
+    """Ends the model's process the first times that somebody wants to use it.
+
+    Attributes:
+        n_kills: how often.
+        signal: by which.
+    """
 
     n_kills = 0
+    signal = signal.SIGKILL
 
     def get(
         self, model: Model, version: VersionConfig, cache: Cache, key: dict[str, Any]
     ) -> Device:
-        """Kill, or be the device."""
+        """End it, or be the device."""
         if self.n_kills:
             self.n_kills -= 1
             (process,) = processes()
-            process.kill()
+            process.send_signal(self.signal)
         return super().get(model, version, cache, key)
 
 
-def test_a_start_survives_that_its_process_is_killed(cache: Path) -> None:
+def test_a_start_survives_that_its_process_is_killed(tmp_path: Path) -> None:
     """It begins anew."""
-    config = config_of(cache, isolate=True)
+    config = config_of(tmp_path, isolate=True)
     devices = KillingDevices(config)
     devices.n_kills = TRIES - 1
-    # Measured again each time, which takes the process.
-    config = replace(config, server=replace(config.server, cache_dir=""))
 
     deployment = deploy(config.models[0], "models[0]", config, devices, Metrics())
 
@@ -150,17 +154,22 @@ def test_a_start_survives_that_its_process_is_killed(cache: Path) -> None:
     assert devices.n_kills == 0
 
 
-def test_a_start_whose_process_is_always_killed_fails(cache: Path) -> None:
-    """With the path of the model, and nothing left."""
-    config = config_of(cache, isolate=True)
+@pytest.mark.parametrize(
+    ("number", "n_tries"), [(signal.SIGKILL, TRIES), (signal.SIGSEGV, 1)], ids=["killed", "died"]
+)
+def test_a_start_whose_process_always_ends_fails(
+    tmp_path: Path, number: signal.Signals, n_tries: int
+) -> None:
+    """With the path of the model, and nothing left; at once where it ended by itself."""
+    config = config_of(tmp_path, isolate=True)
     devices = KillingDevices(config)
-    devices.n_kills = TRIES
-    config = replace(config, server=replace(config.server, cache_dir=""))
+    devices.n_kills, devices.signal = TRIES, number
 
-    with pytest.raises(ModelError, match=r"^models\[0\]: .*SIGKILL"):
+    with pytest.raises(ModelError, match=rf"^models\[0\]: .*{number.name}"):
         deploy(config.models[0], "models[0]", config, devices, Metrics())
 
     devices.close()
+    assert devices.n_kills == TRIES - n_tries
 
 
 @pytest.mark.timeout(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import socket
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from embedsvc.models.process import ProcessModel
 from embedsvc.service import Service
 from embedsvc.supervisor.sharing import Sharing
 from tests.isolated import LONG_S, SHORT_S, PoisonedModel, embed, expected, processes, spec_of
-from tests.poisoned_worker import CORRUPT, FREEZE, KILL
+from tests.poisoned_worker import CORRUPT, FREEZE, KILL, SLOW
 
 ROWS = [[1, 2, 3], [4]]
 
@@ -169,7 +170,7 @@ async def test_a_batch_that_ends_the_process_is_known_to_its_worker(server: Serv
     with pytest.raises(ModelDied, match="SIGKILL") as died:
         await one.embed([[KILL]])
 
-    assert died.value.in_flight
+    assert (died.value.in_flight, died.value.killed) == (True, True)
     assert [await one.death(), await other.death()] == ["died", "died"]
 
 
@@ -192,8 +193,20 @@ async def test_a_model_that_cannot_be_loaded_fails_for_all_who_asked(server: Ser
     again = await server.join()
 
     assert [str(error) for error in failed] == ["the weights are corrupt"] * 2
-    assert all(isinstance(error, ModelError) for error in failed)
+    assert all(isinstance(error, ModelError) and not error.killed for error in failed)
     assert await again.embed()
+
+
+async def test_who_waits_learns_that_the_process_was_killed(server: Server) -> None:
+    """A start begins anew then."""
+    os.mkfifo(server.cache_dir / SLOW)
+    joining = asyncio.create_task(server.join())
+    with await asyncio.to_thread((server.cache_dir / SLOW).open, "w"):
+        processes()[0].kill()
+        with pytest.raises(ModelError, match="SIGKILL") as failed:
+            await joining
+
+    assert failed.value.killed
 
 
 async def test_ends_leave_nothing_open(server: Server) -> None:

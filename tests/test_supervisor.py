@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 
@@ -209,12 +210,19 @@ def test_a_worker_that_hangs_is_replaced(server: Supervised, address: tuple[str,
 # --- no worker is ready --------------------------------------------------------------------------
 
 
+def listening(server: Supervised) -> tuple[str, int]:
+    """Return the address on which somebody accepts."""
+    found = psutil.Process(server.child.pid).net_connections("tcp")
+    (address,) = {connection.laddr for connection in found if not connection.raddr}
+    return address
+
+
 def ask(
-    address: tuple[str, int], method: str, path: str, body: str = ""
+    address: tuple[str, int], method: str, path: str, body: str = "", **headers: str
 ) -> tuple[int, HTTPMessage, bytes]:
     """Return status, headers and body of the answer to one request on a connection of its own."""
     connection = HTTPConnection(*address, timeout=WAIT_S)
-    connection.request(method, path, body, {"x-request-id": "mine"})
+    connection.request(method, path, body, {"x-request-id": "mine"} | headers)
     reply = connection.getresponse()
     content = reply.read()
     connection.close()
@@ -237,8 +245,11 @@ def assert_says_that_it_is_not_ready(address: tuple[str, int], n_before: float) 
     metrics = ask(address, "GET", "/metrics")[2].decode()
     assert "\nembedsvc_ready 0.0\n" in metrics
     assert "\nembedsvc_workers 0.0\n" in metrics
-    (count,) = re.findall(r'embedsvc_requests_total{.*status="503"} (.*)', metrics)
-    assert float(count) == n_before + 17
+    counts = re.findall(r'embedsvc_requests_total{.*route="(.*)",status="503"} (.*)', metrics)
+    assert {route: float(count) for route, count in counts} == {
+        "/v1/embeddings": n_before + 16,
+        "none": n_before / 16 + 1,
+    }
 
 
 class Gate:
@@ -251,6 +262,14 @@ class Gate:
         """Let those wait who load from now on."""
         self.path.unlink(missing_ok=True)
         os.mkfifo(self.path)
+
+    def let_one_pass(self) -> None:
+        """Let go who waits, or is the first to."""
+        writer = os.open(self.path, os.O_WRONLY)
+        again = self.path.with_suffix(".again")
+        os.mkfifo(again)
+        again.replace(self.path)
+        os.close(writer)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -270,10 +289,7 @@ def test_somebody_answers_while_no_worker_is_ready(tmp_path: Path) -> None:
     text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
     with Supervised(tmp_path, text=text) as server:
         with gate.held():
-            (address,) = {
-                connection.laddr
-                for connection in psutil.Process(server.child.pid).net_connections("tcp")
-            }
+            address = listening(server)
             assert_says_that_it_is_not_ready(address, 0)
         assert server.address() == address
         before = workers(address)
@@ -283,13 +299,62 @@ def test_somebody_answers_while_no_worker_is_ready(tmp_path: Path) -> None:
             os.kill(worker.pid, signal.SIGKILL)
             server.said(f"worker {worker.number} died")
         with gate.held():
-            assert_says_that_it_is_not_ready(address, 17)
+            assert_says_that_it_is_not_ready(address, 16)
         for _ in before:
             server.said("worker ready")
         for _ in range(16):
             assert ask(address, "GET", "/health/ready")[0] == 200
         assert len(workers(address)) == 2
         assert psutil.Process(server.child.pid).num_fds() == server.n_files
+
+
+def test_the_first_workers_death_is_noticed_while_the_other_one_loads(tmp_path: Path) -> None:
+    """Newcomers do not wait until that is ready; then it is replaced."""
+    gate = Gate(tmp_path)
+    gate.shut()
+    text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
+    with Supervised(tmp_path, text=text) as server:
+        gate.let_one_pass()
+        with gate.held():
+            address = listening(server)
+            client = Client(address)
+            first = psutil.Process(client.worker().pid)
+            first.kill()
+            assert gone([first])
+            assert ask(address, "GET", "/info")[0] == 503
+            client.close()
+        assert server.address() == address
+        server.said("worker ready number=0")
+
+        assert len(workers(address)) == 2
+
+
+def test_keys_are_asked_for_while_no_worker_is_ready(tmp_path: Path) -> None:
+    """Strangers learn nothing but health and metrics; keys are read again at SIGHUP."""
+    gate = Gate(tmp_path)
+    gate.path.touch()
+    keys = tmp_path / "keys.toml"
+    entry = '[[keys]]\nname = "a"\nsha256 = "{}"\n'
+    keys.write_text(entry.format(sha256(b"old").hexdigest()))
+    text = f'[server]\nkeys_file = "{keys}"\n[[models]]\nname = "m"\nsource = "{gate.path}"\n'
+    with Supervised(tmp_path, text=text) as server:
+        address = server.address()
+        keys.write_text(entry.format(sha256(b"new").hexdigest()))
+        server.hang_up()
+        server.said("all workers are renewed")
+        gate.shut()
+        for child in server.processes()[1:]:
+            child.kill()
+        for number in range(2):
+            server.said(f"worker {number} died")
+        with gate.held():
+            statuses = [
+                ask(address, "GET", path, **{"api-key": key})[0]
+                for path in ("/info", "/health/live")
+                for key in ("", "old", "new")
+            ]
+
+    assert statuses == [401, 401, 503, 200, 200, 200]
 
 
 # --- SIGHUP --------------------------------------------------------------------------------------

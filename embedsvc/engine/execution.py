@@ -79,7 +79,7 @@ def run_batch(
             try:
                 waiting += _step(model, rows, batch.length, buffer, failures, on_out_of_memory)
             except ModelDied as death:
-                guilty = not death.killed or batch.deaths + 1 == MOST_DEATHS
+                guilty = not death.killed or batch.deaths + 1 >= MOST_DEATHS
                 if batch.alone and death.in_flight and guilty:
                     quarantine.add(rows[0])
                     failures[rows[0]] = _ended_process(rows[0].row)

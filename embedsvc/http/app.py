@@ -18,16 +18,16 @@ from litestar.exceptions import HTTPException
 from litestar.types import HTTPScope, Message, Receive, Send
 
 from embedsvc.errors import InternalError, RequestError
-from embedsvc.http import protocol, routes
+from embedsvc.http import routes
 from embedsvc.http.body import Room
-from embedsvc.http.journal import NO_ROUTE, Journal
+from embedsvc.http.journal import NO_ROUTE, PATHS, Journal
 from embedsvc.http.protocol import EmbeddingsEndpoint
 from embedsvc.http.replies import RequestIds
 from embedsvc.service import Service
 
 LOOP_LAG_INTERVAL_S = 0.5
 # Probes and scrapes come for ever and would hide what users do; embeddings count themselves.
-UNCOUNTED = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *protocol.PATHS))
+UNCOUNTED = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *PATHS))
 
 Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
 
@@ -46,7 +46,7 @@ class App(Litestar):
         """Answer one request, or live one life."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
-        elif scope["path"] in protocol.PATHS:
+        elif scope["path"] in PATHS:
             await self.endpoint.handle(scope, receive, send)
         else:
             await self._counted(scope, receive, send)
@@ -81,7 +81,7 @@ def create_app(service: Service, lifespan: Lifespan | None = None) -> App:
     request_ids, room = RequestIds(), Room()
     journal = Journal(service.metrics, service.config.server.slow_request_s)
     endpoint = EmbeddingsEndpoint(service, request_ids, journal, room)
-    embeddings = asgi(list(protocol.PATHS), copy_scope=False)(endpoint.handle)
+    embeddings = asgi(list(PATHS), copy_scope=False)(endpoint.handle)
     app = App(
         route_handlers=[
             embeddings,

@@ -6,10 +6,12 @@ Knows of ASGI's `receive` and of nothing else. Runs on the event loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from litestar.types import Receive
+from typing import TYPE_CHECKING
 
 from embedsvc.errors import BodyTooLarge, ClientGone, Overloaded, UnsupportedEncoding
+
+if TYPE_CHECKING:
+    from litestar.types import Receive
 
 # Smaller bodies are read whatever others hold.
 SMALL_BYTES = 64 * 1024

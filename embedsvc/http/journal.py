@@ -15,6 +15,9 @@ from embedsvc.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+# Every path of the route for vectors, and what it is called in metrics.
+PATHS = ("/v1/embeddings", "/embeddings")
+ROUTE = PATHS[0]
 # What is counted where no route took the request.
 NO_ROUTE = "none"
 

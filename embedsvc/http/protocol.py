@@ -26,7 +26,7 @@ from embedsvc.http.access import presented_key
 from embedsvc.http.body import Headers, Room, read_body
 from embedsvc.http.decoding import BodyDecoder
 from embedsvc.http.exchange import CLIENT, Client
-from embedsvc.http.journal import Entry, Journal
+from embedsvc.http.journal import ROUTE, Entry, Journal
 from embedsvc.http.replies import (
     JSON_CONTENT,
     NOT_READY_RETRY_S,
@@ -53,9 +53,6 @@ T = TypeVar("T")
 # How long a client waits: as it says itself, and as OpenAI's clients say for it.
 TIMEOUT, SDK_TIMEOUT = b"x-request-timeout", b"x-stainless-read-timeout"
 ALLOW_POST = (b"allow", b"POST")
-# Every path of the route, and what it is called in metrics.
-PATHS = ("/v1/embeddings", "/embeddings")
-ROUTE = PATHS[0]
 
 
 class EmbeddingsEndpoint:

@@ -267,7 +267,7 @@ class Server(uvicorn.Server):
 def _uvicorn_config(app: Litestar, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # Not made by uvicorn: see `Server.accept_from`.
+        # Made by `Server._connection` instead.
         http=Connection,
         ws="none",
         loop="uvloop",

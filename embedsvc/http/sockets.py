@@ -108,9 +108,11 @@ class Acceptor:
             self._servers.pop(listener).close()
         for listener in listeners:
             if listener not in self._servers:
-                self._servers[listener] = await asyncio.get_running_loop().create_server(
-                    self._connection, sock=listener.dup(), backlog=BACKLOG
+                # Known before it accepts, so that it is closed whatever interrupts this.
+                self._servers[listener] = server = await asyncio.get_running_loop().create_server(
+                    self._connection, sock=listener.dup(), backlog=BACKLOG, start_serving=False
                 )
+                await server.start_serving()
 
 
 def accept_waiting(listener: socket.socket) -> list[socket.socket]:

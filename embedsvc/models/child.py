@@ -71,7 +71,7 @@ class Death:
 
     @property
     def killed(self) -> bool:
-        """Whether that came from outside."""
+        """Whether that came from outside; see `ModelDied`."""
         return self.reason == "died" and self.detail == KILLED
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 from embedsvc.models.wire import MAX_MESSAGE_BYTES, Attach, Share, decode_wish
 from embedsvc.supervisor.devices import SharedDevices
 from embedsvc.supervisor.models import SharedModels
+
+log = logging.getLogger(__name__)
 
 
 class Sharing:
@@ -38,6 +41,10 @@ class Sharing:
         if not message:
             asyncio.get_running_loop().remove_reader(worker)
             worker.close()
+            return
+        if not fds:
+            # No more files can be opened here; the end of the lost socket tells the worker.
+            log.error("a wish of a worker is lost: too many open files")
             return
         answers = socket.socket(fileno=fds[0])
         match decode_wish(message):

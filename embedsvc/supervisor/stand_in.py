@@ -5,6 +5,8 @@ Lives on the supervisor's event loop.
 
 from __future__ import annotations
 
+import asyncio
+import resource
 from collections.abc import Callable, Collection
 from math import inf
 from socket import socket
@@ -14,9 +16,11 @@ import orjson
 from uvicorn.server import ServerState
 
 from embedsvc.config import ServerConfig
-from embedsvc.errors import NotReady
+from embedsvc.errors import NotReady, RequestError
+from embedsvc.http.access import presented_key
+from embedsvc.http.body import Headers
 from embedsvc.http.connection import Connection
-from embedsvc.http.journal import NO_ROUTE, Journal
+from embedsvc.http.journal import NO_ROUTE, PATHS, ROUTE, Journal
 from embedsvc.http.replies import (
     JSON_CONTENT,
     NOT_READY_RETRY_S,
@@ -27,6 +31,7 @@ from embedsvc.http.replies import (
 )
 from embedsvc.http.sockets import Acceptor
 from embedsvc.http.timing import Terms
+from embedsvc.keys import Keys
 from embedsvc.metrics import CONTENT_TYPE, Metrics
 
 if TYPE_CHECKING:
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 
 # Of a service whose workers all load.
 STATE = "loading"
+# So many files are left for each connection: this process opens files to start others.
+FILES_PER_CONNECTION = 4
 
 
 class StandIn:
@@ -44,11 +51,15 @@ class StandIn:
 
     Args:
         config: limits of connections.
+        keys: who is told anything but health and metrics.
         metrics: where requests are counted.
         render: returns the metrics of all.
     """
 
-    def __init__(self, config: ServerConfig, metrics: Metrics, render: Callable[[], bytes]) -> None:
+    def __init__(
+        self, config: ServerConfig, keys: Keys, metrics: Metrics, render: Callable[[], bytes]
+    ) -> None:
+        self._keys = keys
         self._terms = Terms.of(config)
         self._terms.retiring = True
         self._journal = Journal(metrics, inf)
@@ -61,8 +72,20 @@ class StandIn:
     async def accept_from(self, listeners: Collection[socket]) -> None:
         """Accept from these listening sockets and from no others."""
         await self._acceptor.accept_from(listeners)
+        if not listeners:
+            # Who has asked nothing yet asks a worker, on a new connection.
+            for connection in tuple(self._state.connections):
+                connection.shutdown()
 
-    def _connection(self) -> Connection:
+    def take_over(self, config: ServerConfig, keys: Keys) -> None:
+        """Change what a configuration can change."""
+        self._terms.take_over(config)
+        self._keys = keys
+
+    def _connection(self) -> asyncio.Protocol:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
+        if len(self._state.connections) >= most:
+            return _Full()
         return Connection(
             terms=self._terms, app=self._answer, server_state=self._state, app_state={}
         )
@@ -70,13 +93,13 @@ class StandIn:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; an ASGI app."""
         asked = cast("HTTPScope", scope)
-        reply = self._reply(asked["path"], dict(asked["headers"]).get(b"x-request-id"))
+        reply = self._reply(asked["path"], dict(asked["headers"]))
         await send(
             {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
         )
         await send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
-    def _reply(self, path: str, request_id: bytes | None) -> WholeReply:
+    def _reply(self, path: str, headers: Headers) -> WholeReply:
         match path:
             case "/health/live":
                 return _reply(200, orjson.dumps({"status": "live"}))
@@ -84,9 +107,25 @@ class StandIn:
                 return _reply(503, orjson.dumps({"state": STATE}))
             case "/metrics":
                 return _reply(200, self._render(), (b"content-type", CONTENT_TYPE.encode()))
-        error = NotReady(f"The service is {STATE}; try again.", retry_after_s=NOT_READY_RETRY_S)
-        self._journal.count(NO_ROUTE, error.status, error.reason, None)
-        return error_reply(error, self._request_ids.header(request_id))
+        error = self._error(headers)
+        route = ROUTE if path in PATHS else NO_ROUTE
+        self._journal.count(route, error.status, error.reason, None)
+        return error_reply(error, self._request_ids.header(headers.get(b"x-request-id")))
+
+    def _error(self, headers: Headers) -> RequestError:
+        try:
+            self._keys.of(presented_key(headers))
+        except RequestError as error:
+            return error
+        return NotReady(f"The service is {STATE}; try again.", retry_after_s=NOT_READY_RETRY_S)
+
+
+class _Full(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """End it."""
+        cast("asyncio.Transport", transport).abort()
 
 
 def _reply(status: int, body: bytes, content_type: Header = JSON_CONTENT) -> WholeReply:

@@ -22,6 +22,7 @@ from embedsvc.engine.recovery import HEALTHY_S, PATIENCE
 from embedsvc.errors import ConfigError, StartError
 from embedsvc.http.signals import END_SIGNALS, next_one_kills
 from embedsvc.http.sockets import allow_many_connections, listen_together, url_of
+from embedsvc.keys import Keys, read_keys
 from embedsvc.metrics import Metrics
 from embedsvc.supervisor.child import Child, in_words
 from embedsvc.supervisor.messages import Drain, Retire
@@ -36,6 +37,8 @@ FIXED = ("host", "port", "workers")
 # How often all workers are asked for their numbers, and after how many seconds without an answer
 # one is taken for hung: far beyond what the longest body or a full collection keeps it from.
 ASK_S, SILENT_S = 5.0, 10.0
+# After how long it is tried again to accept, where the system did not allow it.
+AGAIN_S = 1.0
 # What a worker may take to end beyond its drain times.
 END_SLACK_S = 8.0
 
@@ -60,14 +63,16 @@ def supervise(
         silent_s: seconds without a word after which a worker is replaced.
 
     Raises:
+        ConfigError: the file of the keys is wrong.
         StartError: the address cannot be listened on, or a worker cannot be started.
     """
     allow_many_connections()
+    keys = read_keys(config.server.keys_file)
     with ExitStack() as stack:
         listeners = listen_together(config.server, config.server.workers)
         for listener in listeners:
             stack.enter_context(listener)
-        supervisor = Supervisor(config, listeners, command, reread, on_ready, silent_s)
+        supervisor = Supervisor(config, keys, listeners, command, reread, on_ready, silent_s)
         asyncio.run(supervisor.run())
 
 
@@ -77,6 +82,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
+        keys: Keys,
         listeners: Sequence[socket.socket],
         command: Sequence[str],
         reread: Reread,
@@ -99,9 +105,9 @@ class Supervisor:
         self._sharing = Sharing()
         self._metrics = Metrics()
         self._scrapes = Scrapes(self._metrics, self._children)
-        self._stand_in = StandIn(config.server, self._metrics, self._scrapes.alone)
-        # Held by whoever decides who accepts.
-        self._assigning = asyncio.Lock()
+        self._stand_in = StandIn(config.server, keys, self._metrics, self._scrapes.alone)
+        # Held by whoever decides who accepts; set when that is to be decided anew.
+        self._assigning, self._missed = asyncio.Lock(), asyncio.Event()
 
     async def run(self) -> None:
         """Start, supervise, and end when told.
@@ -111,10 +117,12 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         living = asyncio.create_task(self._live())
+        missing = asyncio.create_task(self._assign_when_missed())
         for number in END_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, living)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
         await asyncio.wait([living])
+        missing.cancel()
         if living.cancelled():
             await self._drain()
             await self._sharing.models.close()
@@ -163,11 +171,22 @@ class Supervisor:
         """
         async with self._assigning:
             ready = [child for child in self._places if child.ready]
-            await self._stand_in.accept_from([] if ready else self._listeners)
+            try:
+                await self._stand_in.accept_from([] if ready else self._listeners)
+            except OSError as error:
+                log.error("nobody can accept in the place of workers: %s", error)
+                asyncio.get_running_loop().call_later(AGAIN_S, self._missed.set)
             missing = set(range(self._n)) - {child.number for child in ready}
             for child in ready:
                 others = missing if child is ready[0] else ()
                 child.serve(sorted({*others, child.number}))
+
+    async def _assign_when_missed(self) -> None:
+        """Have others accept for those who die, in whatever state that finds this process."""
+        while True:
+            await self._missed.wait()
+            self._missed.clear()
+            await self._assign()
 
     # --- replacing -------------------------------------------------------------------------------
 
@@ -180,6 +199,7 @@ class Supervisor:
 
     def _forget(self, child: Child) -> None:
         self._children.discard(child)
+        self._missed.set()
         self._scrapes.forget(child)
 
     async def _succeed(self, number: int, config: Config) -> Child:
@@ -209,14 +229,13 @@ class Supervisor:
             if child.relieved.done():
                 continue
             self._metrics.worker_deaths.inc()
-            await self._assign()
             why = f"died: {in_words(child.ended.result())}"
             if child.ready_s >= HEALTHY_S:
                 pauses = PATIENCE.pauses()
             while not child.relieved.done():
                 pause_s = next(pauses)
                 log.error("worker %d %s; another one starts in %.1f s", number, why, pause_s)
-                await asyncio.sleep(pause_s)
+                await asyncio.wait([child.relieved], timeout=pause_s)
                 async with self._starting[number]:
                     if not child.relieved.done():
                         try:
@@ -240,10 +259,11 @@ class Supervisor:
             self._hung_up.clear()
             try:
                 fresh = await asyncio.to_thread(self._reread)
+                keys = await asyncio.to_thread(read_keys, fresh.server.keys_file)
             except ConfigError as error:
                 log.error("configuration not taken over, the old one stays: %s", error)
                 continue
-            await self._renew(self._with_fixed(fresh))
+            await self._renew(self._with_fixed(fresh), keys)
 
     def _with_fixed(self, fresh: Config) -> Config:
         kept = {name: getattr(self._config.server, name) for name in FIXED}
@@ -253,7 +273,7 @@ class Supervisor:
             log.warning("these need a restart, the old values stay: %s", names)
         return replace(fresh, server=replace(fresh.server, **kept))
 
-    async def _renew(self, fresh: Config) -> None:
+    async def _renew(self, fresh: Config, keys: Keys) -> None:
         """Replace the workers one by one; each one leaves only when its successor is ready."""
         log.info("workers are renewed one by one")
         for number in range(self._n):
@@ -264,6 +284,7 @@ class Supervisor:
                 log.error("worker %d not renewed, the old one stays: %s", number, error)
                 return
             self._config = fresh
+            self._stand_in.take_over(fresh.server, keys)
             old.tell(Retire())
             await self._ended([old], fresh.server)
         log.info("all workers are renewed")

@@ -125,9 +125,9 @@ async def slow_start(target: Target) -> None:
     while perf_counter() < until:
         for process in target.models():
             if process.pid not in known:
-                process.suspend()
-                await asyncio.sleep(HELD_S)
                 with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+                    await asyncio.sleep(HELD_S)
                     process.resume()
                 return
         await asyncio.sleep(LOOK_S)
@@ -144,13 +144,25 @@ async def kill_workers(target: Target) -> None:
 
 
 def _kill_workers(target: Target, fault: str, victims: list[psutil.Process]) -> None:
-    """End processes; note which connections are their own."""
+    """End processes; note which connections are their own.
+
+    Raises:
+        IndexError: there are none at this moment.
+    """
+    ports: set[int] = set()
+    n_stopped = 0
     for victim in victims:
-        victim.suspend()
-    connections = (c for victim in victims for c in victim.net_connections("tcp"))
-    target.note(fault, frozenset(c.raddr.port for c in connections if c.raddr))
+        # One that is gone by itself meanwhile is none.
+        with suppress(psutil.NoSuchProcess):
+            victim.suspend()
+            n_stopped += 1
+            ports |= {c.raddr.port for c in victim.net_connections("tcp") if c.raddr}
+    if not n_stopped:
+        raise IndexError
+    target.note(fault, frozenset(ports))
     for victim in victims:
-        victim.kill()
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
 
 
 async def reload_config(target: Target) -> None:
