@@ -29,7 +29,7 @@ from embedsvc.http.replies import (
     WholeReply,
     error_reply,
 )
-from embedsvc.http.sockets import Acceptor
+from embedsvc.http.sockets import Acceptor, accept_waiting
 from embedsvc.http.timing import Terms
 from embedsvc.keys import Keys
 from embedsvc.metrics import CONTENT_TYPE, Metrics
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 STATE = "loading"
 # So many files are left for each connection: this process opens files to start others.
 FILES_PER_CONNECTION = 4
+# How often it is looked whether all connections have ended.
+LOOK_S = 0.05
 
 
 class StandIn:
@@ -76,6 +78,17 @@ class StandIn:
             # Who has asked nothing yet asks a worker, on a new connection.
             for connection in tuple(self._state.connections):
                 connection.shutdown()
+
+    async def drain(self) -> None:
+        """Answer those who have connected; accept no more."""
+        loop = asyncio.get_running_loop()
+        for listener in tuple(self._acceptor.listeners):
+            for accepted in accept_waiting(listener):
+                await loop.connect_accepted_socket(self._connection, accepted)
+        await self.accept_from([])
+        until = loop.time() + self._terms.last_request_s
+        while self._state.connections and loop.time() < until:  # noqa: ASYNC110  # a set tells nobody
+            await asyncio.sleep(LOOK_S)
 
     def take_over(self, config: ServerConfig, keys: Keys) -> None:
         """Change what a configuration can change."""

@@ -293,7 +293,7 @@ class Supervisor:
 
     async def _drain(self) -> None:
         """Let those who serve finish; nobody waits for the others."""
-        await self._stand_in.accept_from([])
+        await self._stand_in.drain()
         # Each worker closes its socket when it has accepted the last connection; this is a copy.
         for listener in self._listeners:
             listener.close()
