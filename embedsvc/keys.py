@@ -57,11 +57,11 @@ class Keys:
     """
 
     def __init__(self, by_digest: Mapping[bytes, Key]) -> None:
-        self._by_digest = by_digest
+        self.by_digest = by_digest
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._by_digest)
+        return len(self.by_digest)
 
     def of(self, presented: bytes | None) -> Key:
         """Return whom a request counts for that came with this key.
@@ -70,13 +70,13 @@ class Keys:
             MissingKey: it came without.
             InvalidKey: it is none of the keys.
         """
-        if not self._by_digest:
+        if not self.by_digest:
             return NO_KEY
         if not presented:
             raise MissingKey(
                 "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."
             )
-        key = self._by_digest.get(hashlib.sha256(presented).digest())
+        key = self.by_digest.get(hashlib.sha256(presented).digest())
         if key is None:
             raise InvalidKey("Incorrect API key provided. Ask for one where this server is run.")
         return key

@@ -86,7 +86,7 @@ class Metrics:
             "embedsvc_workers", "HTTP processes that are ready.", registry=self.registry
         )
         self.worker_deaths = Counter(
-            "embedsvc_worker_deaths", "Workers that died, or ended unasked.",
+            "embedsvc_worker_deaths", "Workers that died, or ended unasked, while they loaded too.",
             registry=self.registry,
         )  # fmt: skip
         self._by_version = _VersionFamilies(self.registry)

@@ -27,7 +27,7 @@ from embedsvc.errors import (
     TooManyTokens,
 )
 from embedsvc.intake import before, check_sizes, estimate_tokens, request_of, time_s
-from embedsvc.keys import read_keys
+from embedsvc.keys import Keys, read_keys
 from embedsvc.metrics import Metrics
 from embedsvc.models.host import usable_cores
 from embedsvc.models.owner import Owner
@@ -52,18 +52,21 @@ class Service:
     Args:
         config: checked.
         owner: of what this worker shares with others.
+        keys: who is let in; read from the file that the configuration names where not given.
 
     Attributes:
         config: what may be changed while serving is.
-        keys: who is let in; may be replaced.
+        keys: may be replaced.
 
     Raises:
         ConfigError: the file of the keys is wrong.
     """
 
-    def __init__(self, config: Config, owner: Owner | None = None) -> None:
+    def __init__(
+        self, config: Config, owner: Owner | None = None, keys: Keys | None = None
+    ) -> None:
         self.config = config
-        self.keys = read_keys(config.server.keys_file)
+        self.keys = read_keys(config.server.keys_file) if keys is None else keys
         self.metrics = Metrics()
         self.metrics.ready_from(lambda: self.ready)
         self._deployments: dict[str, Deployment] = {}

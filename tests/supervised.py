@@ -27,6 +27,7 @@ from embedsvc.calls import EmbedCall, Embedded
 from embedsvc.config import Config
 from embedsvc.configfile import Overrides, load
 from embedsvc.errors import ModelDied, ModelError, StartError
+from embedsvc.keys import Keys
 from embedsvc.models.owner import Owner
 from embedsvc.models.process import ProcessModel
 from embedsvc.service import Service
@@ -225,8 +226,9 @@ class QuickService(FakeService):
     An isolated model is a real process, shared with the other workers.
     """
 
-    def __init__(self, config: Config, owner: Owner) -> None:
+    def __init__(self, config: Config, owner: Owner, keys: Keys) -> None:
         super().__init__(config.models[0].name)
+        self.keys = keys
         self.config = config
         self.state = "loading"
         self.metrics.ready_from(lambda: self.ready)
@@ -276,7 +278,7 @@ def main() -> None:
             control,
             wishes,
             listeners,
-            lambda config, owner: cast("Service", QuickService(config, owner)),
+            lambda config, owner, keys: cast("Service", QuickService(config, owner, keys)),
         )
         return
 

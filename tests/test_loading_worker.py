@@ -14,6 +14,7 @@ import pytest
 
 from embedsvc.config import Config, ModelConfig, VersionConfig
 from embedsvc.errors import StartError
+from embedsvc.keys import Keys
 from embedsvc.supervisor.child import LOADING_FACTOR, Child
 from embedsvc.supervisor.messages import FROM_WORKER, Line, Loaded, Loading, Start, framed
 
@@ -35,7 +36,7 @@ HANGS = "import threading; threading.Event().wait()"
 async def start(code: str) -> Child:
     """Start a worker that runs a program."""
     child = await Child.spawn(0, [sys.executable, "-c", code], [], lambda child, families: None)
-    child.load(Config(), 1)
+    child.load(Config(), Keys({}), 1)
     return child
 
 
@@ -72,7 +73,7 @@ async def test_a_worker_says_again_and_again_that_it_loads(tmp_path: Path) -> No
         process = subprocess.Popen(command, pass_fds=fds)  # noqa: ASYNC220  # returns at once
     with process, wishes:
         line = await Line.open(control, FROM_WORKER)
-        line.tell(Start(config, 0, 1))
+        line.tell(Start(config, {}, 0, 1))
         with await asyncio.to_thread(source.open, "w"):
             meanwhile = [await line.hear() for _ in range(2)]
         while isinstance(last := await line.hear(), Loading):

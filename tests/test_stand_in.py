@@ -36,7 +36,7 @@ class Site:
 
     async def close(self) -> None:
         """End all connections."""
-        await self.stand_in.accept_from([])
+        self.stand_in.accept_from([])
         self.listener.close()
         for wire in self._wires:
             wire.writer.close()
@@ -49,7 +49,7 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     monkeypatch.setattr(stand_in, "FILES_PER_CONNECTION", files // MOST)
     site = Site()
-    await site.stand_in.accept_from([site.listener])
+    site.stand_in.accept_from([site.listener])
     yield site
     await site.close()
 
@@ -57,15 +57,20 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
 async def test_files_are_left_for_those_who_start(site: Site) -> None:
     """Connections beyond a share of the files that may be open end at once; those before do not."""
     taken = [await site.connect() for _ in range(MOST)]
+    crowd = [socket.create_connection(site.listener.getsockname()) for _ in range(20)]
+    # Taken after those who came before.
     one_more = await site.connect()
     one_more_ends = await one_more.closed()
+    n_taken = len(site.stand_in._state.connections)
+    for client in crowd:
+        client.close()
     for wire in taken:
         wire.send(post())
     replies = [await wire.reply() for wire in taken]
     again = await site.connect()
     again.send(post())
 
-    assert one_more_ends
+    assert (one_more_ends, n_taken) == (True, MOST)
     assert [reply.status for reply in replies] == [503] * MOST
     assert all([await wire.closed() for wire in taken])
     assert (await again.reply()).status == 503
@@ -92,7 +97,7 @@ async def test_who_has_asked_nothing_is_let_go(site: Site) -> None:
     asking = await site.connect()
     asking.send(post())
     assert (await asking.reply()).status == 503
-    await site.stand_in.accept_from([])
+    site.stand_in.accept_from([])
     wire.send("Content-Length: 0\r\n\r\n")
 
     assert (await wire.reply()).status == 503

@@ -329,8 +329,26 @@ def test_the_first_workers_death_is_noticed_while_the_other_one_loads(tmp_path: 
         assert len(workers(address)) == 2
 
 
+def test_workers_that_are_killed_while_they_load_are_begun_anew(tmp_path: Path) -> None:
+    """At the start, too; their deaths are counted."""
+    gate = Gate(tmp_path)
+    gate.shut()
+    text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
+    with Supervised(tmp_path, text=text) as server:
+        with gate.held():
+            for child in server.processes()[1:]:
+                child.kill()
+            server.said("worker 0 is started again: .*SIGKILL")
+        address = server.address()
+        (client, _), (other, _) = one_of_each(address).values()
+
+        assert client.metric("embedsvc_worker_deaths_total") == 2
+        client.close()
+        other.close()
+
+
 def test_keys_are_asked_for_while_no_worker_is_ready(tmp_path: Path) -> None:
-    """Strangers learn nothing but health and metrics; keys are read again at SIGHUP."""
+    """Strangers learn nothing but health and metrics. Keys are read at SIGHUP and never else."""
     gate = Gate(tmp_path)
     gate.path.touch()
     keys = tmp_path / "keys.toml"
@@ -342,19 +360,23 @@ def test_keys_are_asked_for_while_no_worker_is_ready(tmp_path: Path) -> None:
         keys.write_text(entry.format(sha256(b"new").hexdigest()))
         server.hang_up()
         server.said("all workers are renewed")
+        keys.unlink()
         gate.shut()
         for child in server.processes()[1:]:
             child.kill()
-        for number in range(2):
-            server.said(f"worker {number} died")
+        server.said(r"worker \d died")
+        server.said(r"worker \d died")
         with gate.held():
             statuses = [
                 ask(address, "GET", path, **{"api-key": key})[0]
                 for path in ("/info", "/health/live")
                 for key in ("", "old", "new")
             ]
+        server.said("worker ready")
+        server.said("worker ready")
+        statuses += [ask(address, "GET", "/info", **{"api-key": key})[0] for key in ("old", "new")]
 
-    assert statuses == [401, 401, 503, 200, 200, 200]
+    assert statuses == [401, 401, 503, 200, 200, 200, 401, 200]
 
 
 # --- SIGHUP --------------------------------------------------------------------------------------

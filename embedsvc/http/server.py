@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -30,7 +30,6 @@ from embedsvc.http.connection import Connection
 from embedsvc.http.signals import END_SIGNALS, next_one_kills
 from embedsvc.http.sockets import (
     BACKLOG,
-    Acceptor,
     accept_waiting,
     allow_many_connections,
     listen,
@@ -104,7 +103,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._reread = reread
         self._taking_over: set[asyncio.Task[None]] = set()
-        self._acceptor = Acceptor(self._connection)
+        self._accepting: dict[socket.socket, asyncio.Server] = {}
         self._app = create_app(service, self._service_lifespan)
         self._stopping: asyncio.Task[None] | None = None
         self._told_to_end = False
@@ -119,7 +118,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin the app's life, then accept from these sockets."""
         await super().startup([])
-        await self._acceptor.accept_from(sockets or [])
+        await self.accept_from(sockets or [])
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -162,9 +161,16 @@ class Server(uvicorn.Server):
         if found.deferred:
             log.warning("these need a restart, the old values stay: %s", " ".join(found.deferred))
 
-    async def accept_from(self, listeners: Collection[socket.socket]) -> None:
+    async def accept_from(self, listeners: Sequence[socket.socket]) -> None:
         """Accept from these listening sockets and from no others; those that are left stay open."""
-        await self._acceptor.accept_from(listeners)
+        loop = asyncio.get_running_loop()
+        for listener in self._accepting.keys() - set(listeners):
+            self._accepting.pop(listener).close()
+        for listener in listeners:
+            if listener not in self._accepting:
+                self._accepting[listener] = await loop.create_server(
+                    self._connection, sock=listener.dup(), backlog=BACKLOG
+                )
 
     def _connection(self) -> Connection:
         return Connection(
@@ -224,7 +230,7 @@ class Server(uvicorn.Server):
         # They get connected while uvicorn pauses, right after it has closed the listeners.
         connecting = [
             loop.create_task(loop.connect_accepted_socket(self._connection, accepted))
-            for listener in self._acceptor.listeners
+            for listener in self._accepting
             for accepted in accept_waiting(listener)
         ]
         await self.accept_from([])

@@ -7,7 +7,6 @@ import logging
 import resource
 import select
 import socket
-from collections.abc import Callable, Collection, KeysView
 from pathlib import Path
 from typing import Any
 
@@ -84,35 +83,6 @@ def allow_many_connections() -> None:
     somaxconn = int(SOMAXCONN.read_text()) if SOMAXCONN.exists() else BACKLOG
     if somaxconn < BACKLOG:
         log.warning("bursts may be refused net.core.somaxconn=%d wanted=%d", somaxconn, BACKLOG)
-
-
-class Acceptor:
-    """Accepts connections from some listening sockets and from no others. Event loop only.
-
-    Args:
-        connection: makes the protocol of each.
-    """
-
-    def __init__(self, connection: Callable[[], asyncio.Protocol]) -> None:
-        self._connection = connection
-        self._servers: dict[socket.socket, asyncio.Server] = {}
-
-    @property
-    def listeners(self) -> KeysView[socket.socket]:
-        """From which it accepts."""
-        return self._servers.keys()
-
-    async def accept_from(self, listeners: Collection[socket.socket]) -> None:
-        """Accept from these; those that are left stay open."""
-        for listener in self.listeners - set(listeners):
-            self._servers.pop(listener).close()
-        for listener in listeners:
-            if listener not in self._servers:
-                # Known before it accepts, so that it is closed whatever interrupts this.
-                self._servers[listener] = server = await asyncio.get_running_loop().create_server(
-                    self._connection, sock=listener.dup(), backlog=BACKLOG, start_serving=False
-                )
-                await server.start_serving()
 
 
 def accept_waiting(listener: socket.socket) -> list[socket.socket]:

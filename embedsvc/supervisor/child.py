@@ -12,6 +12,7 @@ from typing import Any
 
 from embedsvc.config import Config
 from embedsvc.errors import StartError
+from embedsvc.keys import Keys
 from embedsvc.models.launch import same_modules
 from embedsvc.supervisor.messages import (
     FROM_WORKER,
@@ -61,7 +62,7 @@ class Child:
         loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Loaded | Failed] = loop.create_future()
         self._loaded_at = 0.0
-        self._spoke = False
+        self._spoke = self._unwanted = False
         self._serving: list[int] = []
         self._told: asyncio.Future[None] | None = None
         self.relieved: asyncio.Future[None] = loop.create_future()
@@ -111,9 +112,9 @@ class Child:
         """Seconds since it had loaded; 0 where it never has."""
         return time.monotonic() - self._loaded_at if self._loaded_at else 0.0
 
-    def load(self, config: Config, n_workers: int) -> None:
+    def load(self, config: Config, keys: Keys, n_workers: int) -> None:
         """Have it load; the first thing it is told."""
-        self.tell(Start(config, self.number, n_workers))
+        self.tell(Start(config, dict(keys.by_digest), self.number, n_workers))
 
     async def loaded(self, silent_s: float) -> dict[str, Any]:
         """Wait until it has loaded, however long; return what it serves. One that hangs is killed.
@@ -166,8 +167,13 @@ class Child:
         """Send it a message."""
         self._line.tell(message)
 
+    async def was_killed(self) -> bool:
+        """Wait until it is gone; say whether somebody else than this process killed it."""
+        return await asyncio.shield(self.ended) == -signal.SIGKILL and not self._unwanted
+
     def kill(self) -> None:
         """End its process at once."""
+        self._unwanted = True
         if self._process.returncode is None:
             self._process.kill()
 

@@ -16,15 +16,24 @@ import msgspec
 from msgspec import Struct
 
 from embedsvc.config import Config
+from embedsvc.engine.sequence import Key
 from embedsvc.totals import Family
 
 _LENGTH_BYTES = 4
 
 
 class Start(Struct, frozen=True, tag=True):
-    """To a worker: load this. The first message."""
+    """To a worker: load this. The first message.
+
+    Attributes:
+        config: checked.
+        keys: by digest, as they were read with the configuration.
+        number: of the worker.
+        n_workers: of all.
+    """
 
     config: Config
+    keys: dict[bytes, Key]
     number: int
     n_workers: int
 

@@ -6,8 +6,9 @@ Lives on the supervisor's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from math import inf
 from socket import socket
 from typing import TYPE_CHECKING, cast
@@ -29,7 +30,7 @@ from embedsvc.http.replies import (
     WholeReply,
     error_reply,
 )
-from embedsvc.http.sockets import Acceptor, accept_waiting
+from embedsvc.http.sockets import accept_waiting
 from embedsvc.http.timing import Terms
 from embedsvc.keys import Keys
 from embedsvc.metrics import CONTENT_TYPE, Metrics
@@ -37,10 +38,14 @@ from embedsvc.metrics import CONTENT_TYPE, Metrics
 if TYPE_CHECKING:
     from litestar.types import HTTPScope, Receive, Scope, Send
 
+log = logging.getLogger(__name__)
+
 # Of a service whose workers all load.
 STATE = "loading"
 # So many files are left for each connection: this process opens files to start others.
 FILES_PER_CONNECTION = 4
+# When it is tried again to accept, where the system did not allow it.
+AGAIN_S = 1.0
 # How often it is looked whether all connections have ended.
 LOOK_S = 0.05
 
@@ -69,23 +74,58 @@ class StandIn:
         self._render = render
         self._request_ids = RequestIds()
         self._state = ServerState()
-        self._acceptor = Acceptor(self._connection)
+        self._listeners: Sequence[socket] = ()
+        self._connecting: set[asyncio.Task[object]] = set()
 
-    async def accept_from(self, listeners: Collection[socket]) -> None:
-        """Accept from these listening sockets and from no others."""
-        await self._acceptor.accept_from(listeners)
+    def accept_from(self, listeners: Sequence[socket]) -> None:
+        """Accept from these listening sockets and from no others; they stay open."""
+        self._pause()
+        self._listeners = listeners
+        self._resume()
         if not listeners:
             # Who has asked nothing yet asks a worker, on a new connection.
             for connection in tuple(self._state.connections):
                 connection.shutdown()
 
+    def _pause(self) -> None:
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+
+    def _resume(self) -> None:
+        for listener in self._listeners:
+            listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket) -> None:
+        """Take one connection, or end it where there are too many; asyncio's servers have no limit.
+
+        Where no file can be opened, nothing is accepted for a while: the loop would only fail.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            accepted, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("no connection can be accepted: %s", error)
+            self._pause()
+            loop.call_later(AGAIN_S, self._resume)
+            return
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
+        if len(self._state.connections) + len(self._connecting) >= most:
+            accepted.close()
+            return
+        connecting = loop.create_task(loop.connect_accepted_socket(self._connection, accepted))
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connecting.discard)
+
     async def drain(self) -> None:
         """Answer those who have connected; accept no more."""
         loop = asyncio.get_running_loop()
-        for listener in tuple(self._acceptor.listeners):
+        for listener in self._listeners:
             for accepted in accept_waiting(listener):
                 await loop.connect_accepted_socket(self._connection, accepted)
-        await self.accept_from([])
+        self.accept_from([])
         until = loop.time() + self._terms.last_request_s
         while self._state.connections and loop.time() < until:  # noqa: ASYNC110  # a set tells nobody
             await asyncio.sleep(LOOK_S)
@@ -95,10 +135,7 @@ class StandIn:
         self._terms.take_over(config)
         self._keys = keys
 
-    def _connection(self) -> asyncio.Protocol:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
-        if len(self._state.connections) >= most:
-            return _Full()
+    def _connection(self) -> Connection:
         return Connection(
             terms=self._terms, app=self._answer, server_state=self._state, app_state={}
         )
@@ -131,14 +168,6 @@ class StandIn:
         except RequestError as error:
             return error
         return NotReady(f"The service is {STATE}; try again.", retry_after_s=NOT_READY_RETRY_S)
-
-
-class _Full(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """End it."""
-        cast("asyncio.Transport", transport).abort()
 
 
 def _reply(status: int, body: bytes, content_type: Header = JSON_CONTENT) -> WholeReply:

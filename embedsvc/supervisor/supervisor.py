@@ -37,8 +37,8 @@ FIXED = ("host", "port", "workers")
 # How often all workers are asked for their numbers, and after how many seconds without an answer
 # one is taken for hung: far beyond what the longest body or a full collection keeps it from.
 ASK_S, SILENT_S = 5.0, 10.0
-# After how long it is tried again to accept, where the system did not allow it.
-AGAIN_S = 1.0
+# How often a place's first worker is begun that somebody kills while it loads.
+TRIES = 3
 # What a worker may take to end beyond its drain times.
 END_SLACK_S = 8.0
 
@@ -89,7 +89,7 @@ class Supervisor:
         on_ready: OnReady,
         silent_s: float,
     ) -> None:
-        self._config = config
+        self._config, self._keys = config, keys
         self._listeners = listeners
         self._command = command
         self._reread = reread
@@ -106,8 +106,7 @@ class Supervisor:
         self._metrics = Metrics()
         self._scrapes = Scrapes(self._metrics, self._children)
         self._stand_in = StandIn(config.server, keys, self._metrics, self._scrapes.alone)
-        # Held by whoever decides who accepts; set when that is to be decided anew.
-        self._assigning, self._missed = asyncio.Lock(), asyncio.Event()
+        self._ending = False
 
     async def run(self) -> None:
         """Start, supervise, and end when told.
@@ -117,12 +116,11 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         living = asyncio.create_task(self._live())
-        missing = asyncio.create_task(self._assign_when_missed())
         for number in END_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, living)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
         await asyncio.wait([living])
-        missing.cancel()
+        self._ending = True
         if living.cancelled():
             await self._drain()
             await self._sharing.models.close()
@@ -149,44 +147,43 @@ class Supervisor:
 
     async def _start(self) -> dict[str, Any]:
         """Start all workers: the first one measures what the others then find in the cache."""
-        await self._assign()
+        self._assign()
         self._places = [await self._spawn(number) for number in range(self._n)]
-        first, *others = self._places
-        first.load(self._config, self._n)
-        info = await first.loaded(self._silent_s)
+        info = await self._load(0)
         self._sharing.models.warmed_up()
-        await self._assign()
-        for child in others:
-            child.load(self._config, self._n)
-        await asyncio.gather(*(child.loaded(self._silent_s) for child in others))
-        await self._assign()
+        self._assign()
+        await asyncio.gather(*(self._load(number) for number in range(1, self._n)))
+        self._assign()
         return info
+
+    async def _load(self, number: int) -> dict[str, Any]:
+        """Have a place's first worker load; begin with another one where somebody kills it."""
+        tries_left = TRIES
+        while True:
+            tries_left -= 1
+            child = self._places[number]
+            child.load(self._config, self._keys, self._n)
+            try:
+                return await child.loaded(self._silent_s)
+            except StartError as error:
+                if not (tries_left and await child.was_killed()):
+                    raise
+                log.error("worker %d is started again: %s", number, error)
+            self._metrics.worker_deaths.inc()
+            self._places[number] = await self._spawn(number)
 
     # --- who accepts -----------------------------------------------------------------------------
 
-    async def _assign(self) -> None:
-        """Let ready workers accept from their own sockets, and the first of them also from others'.
-
-        Where there is none, this process accepts, and answers that none is ready.
-        """
-        async with self._assigning:
-            ready = [child for child in self._places if child.ready]
-            try:
-                await self._stand_in.accept_from([] if ready else self._listeners)
-            except OSError as error:
-                log.error("nobody can accept in the place of workers: %s", error)
-                asyncio.get_running_loop().call_later(AGAIN_S, self._missed.set)
-            missing = set(range(self._n)) - {child.number for child in ready}
-            for child in ready:
-                others = missing if child is ready[0] else ()
-                child.serve(sorted({*others, child.number}))
-
-    async def _assign_when_missed(self) -> None:
-        """Have others accept for those who die, in whatever state that finds this process."""
-        while True:
-            await self._missed.wait()
-            self._missed.clear()
-            await self._assign()
+    def _assign(self) -> None:
+        """Let ready workers accept, the first one for all others too; without any, this process."""
+        if self._ending:
+            return
+        ready = [child for child in self._places if child.ready]
+        self._stand_in.accept_from([] if ready else self._listeners)
+        missing = set(range(self._n)) - {child.number for child in ready}
+        for child in ready:
+            others = missing if child is ready[0] else ()
+            child.serve(sorted({*others, child.number}))
 
     # --- replacing -------------------------------------------------------------------------------
 
@@ -199,23 +196,27 @@ class Supervisor:
 
     def _forget(self, child: Child) -> None:
         self._children.discard(child)
-        self._missed.set()
+        self._assign()
         self._scrapes.forget(child)
 
-    async def _succeed(self, number: int, config: Config) -> Child:
+    async def _succeed(self, number: int, config: Config, keys: Keys) -> Child:
         """Start a worker for a place and give it the place once it is ready; return who had it.
 
         Raises:
             StartError: it cannot be started.
         """
         successor = await self._spawn(number)
-        successor.load(config, self._n)
-        await successor.loaded(self._silent_s)
+        successor.load(config, keys, self._n)
+        try:
+            await successor.loaded(self._silent_s)
+        except StartError:
+            self._metrics.worker_deaths.inc()
+            raise
         self._sharing.models.warmed_up()
         log.info("worker ready number=%d pid=%d", number, successor.pid)
         before, self._places[number] = self._places[number], successor
         before.relieved.set_result(None)
-        await self._assign()
+        self._assign()
         return before
 
     async def _keep(self, number: int) -> None:
@@ -239,7 +240,7 @@ class Supervisor:
                 async with self._starting[number]:
                     if not child.relieved.done():
                         try:
-                            await self._succeed(number, self._config)
+                            await self._succeed(number, self._config, self._keys)
                         except StartError as error:
                             why = f"could not be started: {error}"
 
@@ -279,11 +280,11 @@ class Supervisor:
         for number in range(self._n):
             try:
                 async with self._starting[number]:
-                    old = await self._succeed(number, fresh)
+                    old = await self._succeed(number, fresh, keys)
             except StartError as error:
                 log.error("worker %d not renewed, the old one stays: %s", number, error)
                 return
-            self._config = fresh
+            self._config, self._keys = fresh, keys
             self._stand_in.take_over(fresh.server, keys)
             old.tell(Retire())
             await self._ended([old], fresh.server)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from embedsvc.config import Config
-from embedsvc.errors import ConfigError, EmbedsvcError
+from embedsvc.errors import EmbedsvcError
 from embedsvc.http.server import Server, spare_what_is_loaded
 from embedsvc.http.sockets import allow_many_connections
+from embedsvc.keys import Keys
 from embedsvc.models.owner import Owner
 from embedsvc.service import Service
 from embedsvc.supervisor.messages import (
@@ -33,7 +34,6 @@ from embedsvc.supervisor.messages import (
     TellMetrics,
     ToWorker,
     first_message,
-    framed,
 )
 from embedsvc.totals import families_of
 
@@ -45,7 +45,7 @@ def run(
     control_fd: int,
     wishes_fd: int,
     listener_fds: Sequence[int],
-    service_of: Callable[[Config, Owner], Service] = Service,
+    service_of: Callable[[Config, Owner, Keys], Service] = Service,
 ) -> None:
     """Serve until told to end; runs on the main thread of a process of its own.
 
@@ -53,7 +53,7 @@ def run(
         control_fd: socket on which the supervisor says what to do.
         wishes_fd: socket on which to ask it for what workers share.
         listener_fds: the listening sockets that all workers share.
-        service_of: makes the service of a configuration.
+        service_of: makes the service of a configuration and its keys.
     """
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -66,11 +66,8 @@ def run(
     if not isinstance(start, Start):
         return
     allow_many_connections()
-    try:
-        service = service_of(start.config, Owner(socket.socket(fileno=wishes_fd)))
-    except ConfigError as error:
-        control.sendall(framed(Failed(str(error))))
-        return
+    owner = Owner(socket.socket(fileno=wishes_fd))
+    service = service_of(start.config, owner, Keys(start.keys))
     listeners = [socket.socket(fileno=fd) for fd in listener_fds]
     Worker(service, start, control, listeners).run(sockets=[])
 
@@ -170,7 +167,7 @@ class Worker(Server):
 
     def _close_others(self) -> None:
         """Close the sockets that others accept from, so that they end when those close them."""
-        for listener in set(self._listeners) - self._acceptor.listeners:
+        for listener in set(self._listeners) - self._accepting.keys():
             listener.close()
 
 
