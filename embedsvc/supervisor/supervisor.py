@@ -196,8 +196,8 @@ class Supervisor:
 
     def _forget(self, child: Child) -> None:
         self._children.discard(child)
-        self._assign()
         self._scrapes.forget(child)
+        self._assign()
 
     async def _succeed(self, number: int, config: Config, keys: Keys) -> Child:
         """Start a worker for a place and give it the place once it is ready; return who had it.
