@@ -330,7 +330,7 @@ def test_the_first_workers_death_is_noticed_while_the_other_one_loads(tmp_path: 
 
 
 def test_workers_that_are_killed_while_they_load_are_begun_anew(tmp_path: Path) -> None:
-    """At the start, too; their deaths are counted."""
+    """At the start, too; all deaths are counted."""
     gate = Gate(tmp_path)
     gate.shut()
     text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
@@ -339,10 +339,20 @@ def test_workers_that_are_killed_while_they_load_are_begun_anew(tmp_path: Path) 
             for child in server.processes()[1:]:
                 child.kill()
             server.said("worker 0 is started again: .*SIGKILL")
-        address = server.address()
-        (client, _), (other, _) = one_of_each(address).values()
+        (client, _), (other, victim) = one_of_each(server.address()).values()
+        n_at_start = client.metric("embedsvc_worker_deaths_total")
 
-        assert client.metric("embedsvc_worker_deaths_total") == 2
+        gate.shut()
+        known = server.processes()
+        os.kill(victim.pid, signal.SIGKILL)
+        with gate.held():
+            (successor,) = set(server.processes()) - set(known)
+            successor.kill()
+            server.said("could not be started: .*SIGKILL")
+        server.said("worker ready")
+
+        assert n_at_start == 2
+        assert client.metric("embedsvc_worker_deaths_total") == 4
         client.close()
         other.close()
 
