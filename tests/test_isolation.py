@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,14 +144,12 @@ class KillingDevices(Devices):
 def test_a_start_survives_that_its_process_is_killed(tmp_path: Path) -> None:
     """It begins anew."""
     config = config_of(tmp_path, isolate=True)
-    devices = KillingDevices(config)
-    devices.n_kills = TRIES - 1
+    with closing(KillingDevices(config)) as devices:
+        devices.n_kills = TRIES - 1
 
-    deployment = deploy(config.models[0], "models[0]", config, devices, Metrics())
+        deploy(config.models[0], "models[0]", config, devices, Metrics()).engine.model.close()
 
-    deployment.engine.model.close()
-    devices.close()
-    assert devices.n_kills == 0
+        assert devices.n_kills == 0
 
 
 @pytest.mark.parametrize(
@@ -162,14 +160,13 @@ def test_a_start_whose_process_always_ends_fails(
 ) -> None:
     """With the path of the model, and nothing left; at once where it ended by itself."""
     config = config_of(tmp_path, isolate=True)
-    devices = KillingDevices(config)
-    devices.n_kills, devices.signal = TRIES, number
+    with closing(KillingDevices(config)) as devices:
+        devices.n_kills, devices.signal = TRIES, number
 
-    with pytest.raises(ModelError, match=rf"^models\[0\]: .*{number.name}"):
-        deploy(config.models[0], "models[0]", config, devices, Metrics())
+        with pytest.raises(ModelError, match=rf"^models\[0\]: .*{number.name}"):
+            deploy(config.models[0], "models[0]", config, devices, Metrics())
 
-    devices.close()
-    assert devices.n_kills == TRIES - n_tries
+        assert devices.n_kills == TRIES - n_tries
 
 
 @pytest.mark.timeout(60)
