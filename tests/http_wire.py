@@ -13,6 +13,7 @@ from typing import Any, cast
 from uvicorn.server import ServerState
 
 from embedsvc.config import ServerConfig
+from embedsvc.http.connection import Crowd
 from embedsvc.http.server import Server
 from embedsvc.http.sockets import listen
 from embedsvc.service import Service
@@ -98,7 +99,7 @@ async def serving(
             await running
 
 
-async def no_connections(state: ServerState) -> None:
+async def no_connections(state: ServerState | Crowd) -> None:
     """Wait until a server has none."""
     while state.connections:  # noqa: ASYNC110  # uvicorn's set tells nobody
         await asyncio.sleep(0)

@@ -40,7 +40,7 @@ class Site:
         self.listener.close()
         for wire in self._wires:
             wire.writer.close()
-        await no_connections(self.stand_in._state)
+        await no_connections(self.stand_in._crowd)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def test_files_are_left_for_those_who_start(site: Site) -> None:
     # Taken after those who came before.
     one_more = await site.connect()
     one_more_ends = await one_more.closed()
-    n_taken = len(site.stand_in._state.connections)
+    n_taken = len(site.stand_in._crowd.connections)
     for client in crowd:
         client.close()
     for wire in taken:

@@ -153,7 +153,7 @@ def test_the_supervisor_imports_nothing_heavy() -> None:
     """It needs memory for nothing but its workers."""
     script = (
         "import sys, embedsvc.supervisor.supervisor; "
-        "print({'torch', 'transformers', 'litestar'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'litestar', 'uvicorn'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
 
@@ -253,10 +253,16 @@ def assert_says_that_it_is_not_ready(address: tuple[str, int], n_before: float) 
 
 
 class Gate:
-    """A source of models at which workers that load wait until it is opened."""
+    """A source of models at which workers that load wait until it is opened.
+
+    Attributes:
+        path: of the source.
+        model: its section of a configuration.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "gate"
+        self.model = f'[[models]]\nname = "m"\nsource = "{self.path}"\n'
 
     def shut(self) -> None:
         """Let those wait who load from now on."""
@@ -286,8 +292,7 @@ def test_somebody_answers_while_no_worker_is_ready(tmp_path: Path) -> None:
     """While the first one loads, and after all have died, until one is ready again."""
     gate = Gate(tmp_path)
     gate.shut()
-    text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
-    with Supervised(tmp_path, text=text) as server:
+    with Supervised(tmp_path, text=gate.model) as server:
         with gate.held():
             address = listening(server)
             assert_says_that_it_is_not_ready(address, 0)
@@ -312,8 +317,7 @@ def test_the_first_workers_death_is_noticed_while_the_other_one_loads(tmp_path: 
     """Newcomers do not wait until that is ready; then it is replaced."""
     gate = Gate(tmp_path)
     gate.shut()
-    text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
-    with Supervised(tmp_path, text=text) as server:
+    with Supervised(tmp_path, text=gate.model) as server:
         gate.let_one_pass()
         with gate.held():
             address = listening(server)
@@ -333,8 +337,7 @@ def test_workers_that_are_killed_while_they_load_are_begun_anew(tmp_path: Path) 
     """At the start, too; all deaths are counted."""
     gate = Gate(tmp_path)
     gate.shut()
-    text = f'[[models]]\nname = "m"\nsource = "{gate.path}"\n'
-    with Supervised(tmp_path, text=text) as server:
+    with Supervised(tmp_path, text=gate.model) as server:
         with gate.held():
             for child in server.processes()[1:]:
                 child.kill()
@@ -364,7 +367,7 @@ def test_keys_are_asked_for_while_no_worker_is_ready(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     entry = '[[keys]]\nname = "a"\nsha256 = "{}"\n'
     keys.write_text(entry.format(sha256(b"old").hexdigest()))
-    text = f'[server]\nkeys_file = "{keys}"\n[[models]]\nname = "m"\nsource = "{gate.path}"\n'
+    text = f'[server]\nkeys_file = "{keys}"\n{gate.model}'
     with Supervised(tmp_path, text=text) as server:
         address = server.address()
         keys.write_text(entry.format(sha256(b"new").hexdigest()))

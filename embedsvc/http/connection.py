@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from embedsvc.errors import RequestError, RequestTimeout
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 MAX_BUFFERED_BYTES = 1024 * 1024
 
 
+@dataclass(slots=True)
+class Crowd:
+    """What the connections of a server share, where uvicorn does not keep it for them.
+
+    Attributes:
+        connections: all that are open.
+        tasks: in which the app answers.
+        default_headers: of every response.
+    """
+
+    connections: set[Any] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    default_headers: list[Header] = field(default_factory=list)
+
+
 class Connection(asyncio.Protocol):
     """Reads requests one after the other, and lets the app answer them one after the other."""
 
@@ -36,7 +52,7 @@ class Connection(asyncio.Protocol):
         *,
         terms: Terms,
         app: ASGIApp,
-        server_state: ServerState,
+        server_state: ServerState | Crowd,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:

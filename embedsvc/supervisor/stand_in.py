@@ -14,13 +14,12 @@ from socket import socket
 from typing import TYPE_CHECKING, cast
 
 import orjson
-from uvicorn.server import ServerState
 
 from embedsvc.config import ServerConfig
 from embedsvc.errors import NotReady, RequestError
 from embedsvc.http.access import presented_key
 from embedsvc.http.body import Headers
-from embedsvc.http.connection import Connection
+from embedsvc.http.connection import Connection, Crowd
 from embedsvc.http.journal import NO_ROUTE, PATHS, ROUTE, Journal
 from embedsvc.http.replies import (
     JSON_CONTENT,
@@ -73,7 +72,7 @@ class StandIn:
         self._terms.on_refused = self._journal.refuse
         self._render = render
         self._request_ids = RequestIds()
-        self._state = ServerState()
+        self._crowd = Crowd()
         self._listeners: Sequence[socket] = ()
         self._connecting: set[asyncio.Task[object]] = set()
 
@@ -84,7 +83,7 @@ class StandIn:
         self._resume()
         if not listeners:
             # Who has asked nothing yet asks a worker, on a new connection.
-            for connection in tuple(self._state.connections):
+            for connection in tuple(self._crowd.connections):
                 connection.shutdown()
 
     def _pause(self) -> None:
@@ -112,7 +111,7 @@ class StandIn:
             loop.call_later(AGAIN_S, self._resume)
             return
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
-        if len(self._state.connections) + len(self._connecting) >= most:
+        if len(self._crowd.connections) + len(self._connecting) >= most:
             accepted.close()
             return
         connecting = loop.create_task(loop.connect_accepted_socket(self._connection, accepted))
@@ -127,7 +126,7 @@ class StandIn:
                 await loop.connect_accepted_socket(self._connection, accepted)
         self.accept_from([])
         until = loop.time() + self._terms.last_request_s
-        while self._state.connections and loop.time() < until:  # noqa: ASYNC110  # a set tells nobody
+        while self._crowd.connections and loop.time() < until:  # noqa: ASYNC110  # a set tells nobody
             await asyncio.sleep(LOOK_S)
 
     def take_over(self, config: ServerConfig, keys: Keys) -> None:
@@ -137,7 +136,7 @@ class StandIn:
 
     def _connection(self) -> Connection:
         return Connection(
-            terms=self._terms, app=self._answer, server_state=self._state, app_state={}
+            terms=self._terms, app=self._answer, server_state=self._crowd, app_state={}
         )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

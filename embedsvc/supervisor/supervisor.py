@@ -169,7 +169,6 @@ class Supervisor:
                 if not (tries_left and await child.was_killed()):
                     raise
                 log.error("worker %d is started again: %s", number, error)
-            self._metrics.worker_deaths.inc()
             self._places[number] = await self._spawn(number)
 
     # --- who accepts -----------------------------------------------------------------------------
@@ -195,6 +194,8 @@ class Supervisor:
         return child
 
     def _forget(self, child: Child) -> None:
+        if not (child.relieved.done() or self._ending):
+            self._metrics.worker_deaths.inc()
         self._children.discard(child)
         self._scrapes.forget(child)
         self._assign()
@@ -207,11 +208,7 @@ class Supervisor:
         """
         successor = await self._spawn(number)
         successor.load(config, keys, self._n)
-        try:
-            await successor.loaded(self._silent_s)
-        except StartError:
-            self._metrics.worker_deaths.inc()
-            raise
+        await successor.loaded(self._silent_s)
         self._sharing.models.warmed_up()
         log.info("worker ready number=%d pid=%d", number, successor.pid)
         before, self._places[number] = self._places[number], successor
@@ -229,7 +226,6 @@ class Supervisor:
             await asyncio.wait(leaving, return_when=FIRST_COMPLETED)
             if child.relieved.done():
                 continue
-            self._metrics.worker_deaths.inc()
             why = f"died: {in_words(child.ended.result())}"
             if child.ready_s >= HEALTHY_S:
                 pauses = PATIENCE.pauses()
